@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#define TANDEM_API __attribute__((visibility("default")))
+
 namespace tandem {
 
 // Consecutive rows of one sequence. layer_state[layer] points to that sequence's KvView or DeltaView.
@@ -80,10 +82,10 @@ struct Call {
 }  // namespace tandem
 
 // Defines the C entry `tandem_op_NAME` and the size of its arguments, which Python checks against its own struct.
-#define TANDEM_OP(NAME, ARGS)                                                                       \
-    static void NAME##_run(const ARGS& args, const tandem::Step& step, tandem::Team& team);         \
-    extern "C" void tandem_op_##NAME(const void* a, const tandem::Step& s, tandem::Team& t) {       \
-        NAME##_run(*static_cast<const ARGS*>(a), s, t);                                             \
-    }                                                                                               \
-    extern "C" int64_t tandem_sizeof_##NAME() { return sizeof(ARGS); }                              \
+#define TANDEM_OP(NAME, ARGS)                                                                                   \
+    static void NAME##_run(const ARGS& args, const tandem::Step& step, tandem::Team& team);                     \
+    extern "C" TANDEM_API void tandem_op_##NAME(const void* a, const tandem::Step& s, tandem::Team& t) {        \
+        NAME##_run(*static_cast<const ARGS*>(a), s, t);                                                         \
+    }                                                                                                           \
+    extern "C" TANDEM_API int64_t tandem_sizeof_##NAME() { return sizeof(ARGS); }                               \
     static void NAME##_run(const ARGS& args, const tandem::Step& step, tandem::Team& team)

@@ -1,0 +1,159 @@
+"""Records op calls into a program and runs it on a thread pool: buffers are planned once, the number of rows varies by run."""
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+
+from tandem.native import Native
+
+ALIGNMENT = 64
+
+
+class SegmentArgs(ctypes.Structure):
+    """Mirror of `Segment` in program.h."""
+
+    _fields_ = [
+        ("row_begin", ctypes.c_int32),
+        ("rows", ctypes.c_int32),
+        ("start_pos", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+        ("layer_state", ctypes.c_void_p),
+    ]
+
+
+class StepArgs(ctypes.Structure):
+    """Mirror of `Step` in program.h."""
+
+    _fields_ = [
+        ("rows", ctypes.c_int32),
+        ("n_segments", ctypes.c_int32),
+        ("n_out", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+        ("tokens", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("out_rows", ctypes.c_void_p),
+        ("segments", ctypes.c_void_p),
+    ]
+
+
+class CallArgs(ctypes.Structure):
+    """Mirror of `Call` in program.h."""
+
+    _fields_ = [("fn", ctypes.c_void_p), ("args", ctypes.c_void_p)]
+
+
+class Pool:
+    """Native threads; the calling thread is one of them."""
+
+    def __init__(self, native: Native, threads: int):
+        self.native, self.threads = native, threads
+        self.handle = native.lib.tandem_pool_create(threads)
+
+    def close(self) -> None:
+        """Joins the threads; safe to call twice."""
+        if self.handle:
+            self.native.lib.tandem_pool_destroy(self.handle)
+            self.handle = None
+
+    def __del__(self):
+        self.close()
+
+
+@dataclass(eq=False)
+class Buffer:
+    """Intermediate rows of a program: bytes = rows * row_bytes + fixed_bytes. width counts values of dtype."""
+
+    index: int
+    width: int
+    dtype: np.dtype
+    row_bytes: int
+    fixed_bytes: int
+    first_call: int | None = None
+    last_call: int | None = None
+    keep: bool = False
+    offset: int = -1
+
+    def size_bytes(self, rows: int) -> int:
+        return rows * self.row_bytes + self.fixed_bytes
+
+
+class Program:
+    """A list of op calls with their buffers. Record with `buffer` and `call`, then `finish`, then `run` many times."""
+
+    def __init__(self, native: Native, max_rows: int):
+        self.native, self.max_rows = native, max_rows
+        self.buffers: list[Buffer] = []
+        self.calls: list[tuple[int, ctypes.Structure, dict[str, Buffer]]] = []
+        self.kept: list[object] = []  # arrays whose addresses the calls hold
+        self.arena: np.ndarray | None = None
+        self.entries: dict[str, int] = {}
+
+    def buffer(self, width: int, dtype=np.float32, fixed_bytes: int = 0) -> Buffer:
+        """A new intermediate of `width` values a row, plus fixed_bytes; contents undefined until a call writes it."""
+        dtype = np.dtype(dtype)
+        made = Buffer(len(self.buffers), width, dtype, width * dtype.itemsize, fixed_bytes)
+        self.buffers.append(made)
+        return made
+
+    def address(self, array: np.ndarray) -> int:
+        """Address of an array that must outlive the program; the program keeps it."""
+        self.kept.append(array)
+        return array.ctypes.data
+
+    def call(self, name: str, args: ctypes.Structure, **buffers: Buffer) -> None:
+        """Record op `name`. Each keyword is a pointer field of args and the buffer it will point to."""
+        if name not in self.entries:
+            self.entries[name] = self.native.op(name, type(args))
+        here = len(self.calls)
+        for used in buffers.values():
+            used.first_call = here if used.first_call is None else used.first_call
+            used.last_call = here
+        self.calls.append((self.entries[name], args, buffers))
+
+    def finish(self, keep: tuple[Buffer, ...] = ()) -> None:
+        """Places the buffers in one arena (those with disjoint lifetimes share memory) and fixes all addresses."""
+        for kept in keep:
+            kept.keep = True
+        size_bytes = self._place()
+        self.arena = np.zeros(size_bytes + ALIGNMENT, np.uint8)
+        base = -self.arena.ctypes.data % ALIGNMENT
+        self.base = self.arena.ctypes.data + base
+        self.base_offset = base
+        self.call_array = (CallArgs * len(self.calls))()
+        for slot, (entry, args, buffers) in zip(self.call_array, self.calls, strict=True):
+            for field, used in buffers.items():
+                setattr(args, field, self.base + used.offset)
+            slot.fn, slot.args = entry, ctypes.addressof(args)
+
+    def _place(self) -> int:
+        """Greedy interval placement, largest first; returns the arena's bytes."""
+        placed: list[tuple[int, int, int, int]] = []  # offset, end, first, last
+        top = 0
+        live = [b for b in self.buffers if b.first_call is not None]
+        for b in sorted(live, key=lambda b: -b.size_bytes(self.max_rows)):
+            last = len(self.calls) if b.keep else b.last_call
+            size = -(-b.size_bytes(self.max_rows) // ALIGNMENT) * ALIGNMENT + ALIGNMENT
+            offset = 0
+            for o, end, first, until in sorted(placed):
+                if first <= last and b.first_call <= until and o < offset + size and offset < end:
+                    offset = end
+            b.offset = offset
+            placed.append((offset, offset + size, b.first_call, last))
+            top = max(top, offset + size)
+        return top
+
+    @property
+    def arena_bytes(self) -> int:
+        return 0 if self.arena is None else self.arena.nbytes
+
+    def rows(self, buffer: Buffer, n: int) -> np.ndarray:
+        """View of a kept buffer's first n rows, [n, width]; valid until the next run."""
+        start = self.base_offset + buffer.offset
+        return self.arena[start : start + n * buffer.row_bytes].view(buffer.dtype).reshape(n, buffer.width)
+
+    def run(self, pool: Pool, step: StepArgs) -> None:
+        """Runs all calls; blocks, with the interpreter lock released."""
+        if not 0 < step.rows <= self.max_rows:
+            raise ValueError(f"{step.rows} rows, the program holds 1..{self.max_rows}")
+        self.native.lib.tandem_pool_run(pool.handle, self.call_array, len(self.calls), ctypes.byref(step))
