@@ -79,15 +79,28 @@ class Buffer:
 
 
 class Program:
-    """A list of op calls with their buffers. Record with `buffer` and `call`, then `finish`, then `run` many times."""
+    """A list of op calls with their buffers. Record with `buffer` and `call`, then `finish`, then `run` many times.
 
-    def __init__(self, native: Native, max_rows: int):
-        self.native, self.max_rows = native, max_rows
+    `split` divides the program: the calls before it (trunk) run on all rows of the step, those after it (head) on
+    at most max_out chosen rows at a time, as often as the step asks.
+    """
+
+    def __init__(self, native: Native, max_rows: int, max_out: int):
+        self.native, self.max_rows, self.max_out = native, max_rows, max_out
+        self.head_start: int | None = None
         self.buffers: list[Buffer] = []
         self.calls: list[tuple[int, ctypes.Structure, dict[str, Buffer]]] = []
         self.kept: list[object] = []  # arrays whose addresses the calls hold
         self.arena: np.ndarray | None = None
+        self.arena_bytes = 0
         self.entries: dict[str, int] = {}
+
+    def split(self, x: Buffer) -> None:
+        """The calls recorded from here on are the head; x is the trunk's last result, kept for every run of the head."""
+        if self.head_start is not None:
+            raise ValueError("a program has one head")
+        self.head_start = len(self.calls)
+        x.keep = True
 
     def buffer(self, width: int, dtype=np.float32, fixed_bytes: int = 0) -> Buffer:
         """A new intermediate of `width` values a row, plus fixed_bytes; contents undefined until a call writes it."""
@@ -111,49 +124,57 @@ class Program:
             used.last_call = here
         self.calls.append((self.entries[name], args, buffers))
 
-    def finish(self, keep: tuple[Buffer, ...] = ()) -> None:
-        """Places the buffers in one arena (those with disjoint lifetimes share memory) and fixes all addresses."""
+    def place(self, keep: tuple[Buffer, ...] = ()) -> int:
+        """Places the buffers in one arena, those with disjoint lifetimes in the same memory; returns its bytes.
+
+        Greedy interval placement, largest buffer first. `keep` stay readable after a run.
+        """
         for kept in keep:
             kept.keep = True
-        size_bytes = self._place()
-        self.arena = np.zeros(size_bytes + ALIGNMENT, np.uint8)
-        base = -self.arena.ctypes.data % ALIGNMENT
-        self.base = self.arena.ctypes.data + base
-        self.base_offset = base
-        self.call_array = (CallArgs * len(self.calls))()
-        for slot, (entry, args, buffers) in zip(self.call_array, self.calls, strict=True):
-            for field, used in buffers.items():
-                setattr(args, field, self.base + used.offset)
-            slot.fn, slot.args = entry, ctypes.addressof(args)
-
-    def _place(self) -> int:
-        """Greedy interval placement, largest first; returns the arena's bytes."""
         placed: list[tuple[int, int, int, int]] = []  # offset, end, first, last
-        top = 0
         live = [b for b in self.buffers if b.first_call is not None]
-        for b in sorted(live, key=lambda b: -b.size_bytes(self.max_rows)):
+        for b in sorted(live, key=lambda b: -self._size_bytes(b)):
             last = len(self.calls) if b.keep else b.last_call
-            size = -(-b.size_bytes(self.max_rows) // ALIGNMENT) * ALIGNMENT + ALIGNMENT
+            size = -(-self._size_bytes(b) // ALIGNMENT) * ALIGNMENT + ALIGNMENT
             offset = 0
             for o, end, first, until in sorted(placed):
                 if first <= last and b.first_call <= until and o < offset + size and offset < end:
                     offset = end
             b.offset = offset
             placed.append((offset, offset + size, b.first_call, last))
-            top = max(top, offset + size)
-        return top
+        self.arena_bytes = max((end for _, end, _, _ in placed), default=0) + ALIGNMENT
+        return self.arena_bytes
 
-    @property
-    def arena_bytes(self) -> int:
-        return 0 if self.arena is None else self.arena.nbytes
+    def _size_bytes(self, b: Buffer) -> int:
+        in_head = self.head_start is not None and b.first_call >= self.head_start
+        return b.size_bytes(self.max_out if in_head else self.max_rows)
+
+    def finish(self) -> None:
+        """Allocates the arena (after `place`) and fixes all addresses."""
+        self.arena = np.zeros(self.arena_bytes, np.uint8)
+        self.base_offset = -self.arena.ctypes.data % ALIGNMENT
+        base = self.arena.ctypes.data + self.base_offset
+        self.call_array = (CallArgs * len(self.calls))()
+        for slot, (entry, args, buffers) in zip(self.call_array, self.calls, strict=True):
+            for field, used in buffers.items():
+                setattr(args, field, base + used.offset)
+            slot.fn, slot.args = entry, ctypes.addressof(args)
 
     def rows(self, buffer: Buffer, n: int) -> np.ndarray:
         """View of a kept buffer's first n rows, [n, width]; valid until the next run."""
         start = self.base_offset + buffer.offset
         return self.arena[start : start + n * buffer.row_bytes].view(buffer.dtype).reshape(n, buffer.width)
 
-    def run(self, pool: Pool, step: StepArgs) -> None:
-        """Runs all calls; blocks, with the interpreter lock released."""
-        if not 0 < step.rows <= self.max_rows:
-            raise ValueError(f"{step.rows} rows, the program holds 1..{self.max_rows}")
-        self.native.lib.tandem_pool_run(pool.handle, self.call_array, len(self.calls), ctypes.byref(step))
+    def run_trunk(self, pool: Pool, step: StepArgs) -> None:
+        """Runs the calls before the split on all rows of the step; blocks, with the interpreter lock released."""
+        assert 0 < step.rows <= self.max_rows
+        self._run(pool, step, 0, len(self.calls) if self.head_start is None else self.head_start)
+
+    def run_head(self, pool: Pool, step: StepArgs) -> None:
+        """Runs the calls after the split; step.rows = step.n_out rows, chosen by step.out_rows from the last trunk run."""
+        assert self.head_start is not None and 0 < step.rows == step.n_out <= self.max_out
+        self._run(pool, step, self.head_start, len(self.calls))
+
+    def _run(self, pool: Pool, step: StepArgs, begin: int, end: int) -> None:
+        calls = ctypes.byref(self.call_array, begin * ctypes.sizeof(CallArgs))
+        self.native.lib.tandem_pool_run(pool.handle, calls, end - begin, ctypes.byref(step))
