@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tandem.errors import RequestError, SettingError, nearest
-from tandem.ops import attention, delta, experts, norm, rope
+from tandem.ops import attention, delta, experts, norm
 from tandem.ops.base import Attention, Delta, Rope, Routing, Weight
 from tandem.ops.matmul import Unpacked, multiply, product_scale, unpack_part
+from tandem.ops.rope import rotate
 
 CHUNKED_FROM_ROWS = 16  # below, the recurrence is faster than the chunked form
 
@@ -115,8 +116,8 @@ class ReferenceOps:
     def sigmoid_gate(self, x: np.ndarray, gate: np.ndarray) -> np.ndarray:
         return x * norm.sigmoid(gate)
 
-    def rope(self, x: np.ndarray, head_dim: int, rope_spec: Rope) -> np.ndarray:
-        return rope.rotate(x, self.step.positions, head_dim, rope_spec)
+    def rope(self, x: np.ndarray, head_dim: int, rope: Rope) -> np.ndarray:
+        return rotate(x, self.step.positions, head_dim, rope)
 
     def attention(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, layer: int, spec: Attention) -> np.ndarray:
         cache = self.state.layers[layer]
