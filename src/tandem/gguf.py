@@ -1,4 +1,5 @@
-"""GGUF files: in comes a path, out come metadata and read-only views of the tensors, straight from the mapping.
+"""GGUF files: in comes a path, out come metadata and read-only views of the tensors, straight from the mapping; and
+the writer for our own files.
 
 Every count, length and offset in the file is checked against the bytes that are there before it is used, so a broken
 or hostile file costs bounded time and memory and ends in a FormatError that names the file, the thing and the byte.
@@ -7,15 +8,19 @@ or hostile file costs bounded time and memory and ends in a FormatError that nam
 import mmap
 import os
 import re
+import shutil
 import stat
 import struct
+import tempfile
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from tandem.errors import FormatError
+from tandem.errors import FormatError, ShapeError
 
 
 class GGMLType(NamedTuple):
@@ -73,6 +78,7 @@ _VALUE_DTYPES = {
     5: np.dtype("<i4"), 6: np.dtype("<f4"), 7: np.dtype("?"), 10: np.dtype("<u8"), 11: np.dtype("<i8"),
     12: np.dtype("<f8"),
 }  # fmt: skip
+_VALUE_TYPES = {dtype: type_id for type_id, dtype in _VALUE_DTYPES.items()}
 _UINT32, _BOOL, _STRING, _ARRAY = 4, 7, 8, 9
 
 DEFAULT_ALIGNMENT = 32
@@ -84,6 +90,7 @@ _MAX_HEADER_BYTES = 128 << 20
 _MAX_KEYS = 1 << 16
 _MAX_TENSORS = 1 << 17
 _MAX_SHARDS = 4096
+_MAX_ALIGNMENT = 64 << 10
 _MAX_TAIL_BYTES = 64 << 10  # zeros that downloaders and file systems may leave after the last tensor
 _U32, _U64, _TYPE_OFFSET = struct.Struct("<I"), struct.Struct("<Q"), struct.Struct("<IQ")
 _SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
@@ -113,7 +120,11 @@ class GGUFFile:
     """
 
     def __init__(
-        self, paths: tuple[Path, ...], metadata: dict[str, object], tensors: dict[str, TensorInfo], maps: list[mmap.mmap]
+        self,
+        paths: tuple[Path, ...],
+        metadata: dict[str, object],
+        tensors: dict[str, TensorInfo],
+        maps: list[mmap.mmap],
     ):
         self.paths = paths
         self.metadata = metadata
@@ -122,7 +133,7 @@ class GGUFFile:
         self._maps = maps
 
     def blocks(self, name: str) -> np.ndarray:
-        """The stored bytes of a tensor: uint8 1-D, a read-only view of the mapping. KeyError if there is no such name."""
+        """The stored bytes of a tensor: uint8 1-D, a read-only view of the mapping. Raises KeyError for another name."""
         assert self._maps, "blocks() after close()"
         info = self.tensors[name]
         return np.frombuffer(self._maps[info.shard], np.uint8, info.size_bytes, info.offset)
@@ -157,13 +168,46 @@ def read_gguf(path: str | os.PathLike) -> GGUFFile:
             _merge_metadata(shard_path, metadata, shard.metadata)
         for name, (shape, ggml_type, offset, size_bytes) in shard.tensors.items():
             if name in tensors:
-                raise FormatError(f"{shard_path}: tensor {_quote(name)} is in {paths[tensors[name].shard].name} already")
+                raise FormatError(f"{shard_path}: tensor {_quote(name)} is also in {paths[tensors[name].shard].name}")
             tensors[name] = TensorInfo(name, shape, ggml_type, number, offset, size_bytes)
     if len(paths) > 1:
         expected = metadata["split.tensors.count"]
         if expected != len(tensors):
             raise FormatError(f"{path}: split.tensors.count is {expected}, but the shards hold {len(tensors)} tensors")
     return GGUFFile(paths, metadata if len(paths) > 1 else given.metadata, tensors, [s.mapping for s in shards])
+
+
+def write_gguf(path: str | os.PathLike, metadata: Mapping[str, object], tensors: Iterable[tuple]) -> None:
+    """Write one GGUF file; it appears under its name only when it is complete.
+
+    metadata: str, bool, float (stored as float32), int (the first of uint32, int32, uint64, int64 that holds it), numpy
+        scalars (stored with their own type), list[str], lists of bool, int (int32 first) or float, 1-D numpy arrays.
+        An empty list is one of strings. general.alignment is obeyed, the default is 32.
+    tensors: yields (name, shape, ggml_type, packed bytes), shape in numpy order; they are stored in that order. The
+        bytes may be any contiguous buffer. They wait in a file beside `path`, as the header comes first and needs all
+        names: while writing, the disk must hold the tensors twice.
+    Raises FormatError for what GGUF cannot express and ShapeError for bytes that do not match shape and type.
+    """
+    path = Path(path)
+    keys = b"".join(_packed_string(key) + _packed_value(key, value) for key, value in metadata.items())
+    alignment = _checked_alignment(path, metadata)
+    with tempfile.TemporaryFile(dir=path.parent) as spool:
+        table, names = [], set()
+        for name, shape, ggml_type, packed in tensors:
+            if name in names:
+                raise FormatError(f"tensor {name!r} is given twice")
+            names.add(name)
+            shape = tuple(map(int, shape))
+            view = memoryview(packed).cast("B")
+            _check_packed(name, shape, ggml_type, view.nbytes)
+            spool.write(b"\0" * (-spool.tell() % alignment))
+            dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+            table.append(_packed_string(name) + dims + struct.pack("<IQ", ggml_type, spool.tell()))
+            spool.write(view)
+        spool.write(b"\0" * (-spool.tell() % alignment))
+        header = b"GGUF" + struct.pack("<IQQ", 3, len(table), len(metadata)) + keys + b"".join(table)
+        spool.seek(0)
+        _write_whole(path, header + b"\0" * (-len(header) % alignment), spool)
 
 
 class _Shard(NamedTuple):
@@ -179,7 +223,7 @@ def _read_shard(path: Path) -> _Shard:
         cursor = _Cursor(path, mapping)
         num_tensors, num_keys = _read_preamble(cursor)
         metadata = _read_metadata(cursor, num_keys)
-        alignment = _alignment(cursor, metadata)
+        alignment = _checked_alignment(path, metadata)
         tensors = _read_tensor_table(cursor, num_tensors, alignment)
         _check_layout(cursor, tensors, alignment)
     except BaseException:
@@ -258,8 +302,8 @@ class _Cursor:
         except UnicodeDecodeError as error:
             message = f"{what}: string {len(items)} is not valid UTF-8: {error.reason}"
             raise self.fail(message, start + error.start) from None
-        except struct.error:
-            position += 8
+        except struct.error:  # not even a length is left
+            pass
         if len(items) < count:
             raise self.fail(f"{what}: string {len(items)} of {count} runs past the end of the file", start - 8)
         self.position = position
@@ -268,13 +312,11 @@ class _Cursor:
     def numbers(self, type_id: int, count: int, what: str) -> np.ndarray:
         dtype = _VALUE_DTYPES[type_id]
         start = self.take(count * dtype.itemsize, what)
-        if type_id == _BOOL:
-            raw = np.frombuffer(self.mapping, np.uint8, count, start)
-            if count and raw.max() > 1:
-                bad = int((raw > 1).argmax())
-                raise self.fail(f"{what}: bool {bad} is {raw[bad]}; 0 or 1 is allowed", start + bad)
-        # Copied, because the file leaves the values unaligned.
-        return np.frombuffer(self.mapping, dtype, count, start).copy()
+        raw = self.mapping[start : self.position]  # a copy, because the file leaves the values unaligned
+        if type_id == _BOOL and (rest := raw.lstrip(b"\0\1")):
+            bad = count - len(rest)
+            raise self.fail(f"{what}: bool {bad} is {rest[0]}; 0 or 1 is allowed", start + bad)
+        return np.frombuffer(raw, dtype)
 
 
 def _read_preamble(cursor: _Cursor) -> tuple[int, int]:
@@ -337,10 +379,10 @@ def _read_array(cursor: _Cursor, what: str) -> object:
     return cursor.numbers(type_id, count, what)
 
 
-def _alignment(cursor: _Cursor, metadata: dict[str, object]) -> int:
+def _checked_alignment(path: Path, metadata: Mapping[str, object]) -> int:
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-    if alignment < 8 or alignment & (alignment - 1):
-        raise FormatError(f"{cursor.path}: general.alignment is {alignment}; it must be a power of two, at least 8")
+    if not 8 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
+        raise FormatError(f"{path}: general.alignment is {alignment}; a power of two from 8 to {_MAX_ALIGNMENT} is valid")
     return alignment
 
 
@@ -387,7 +429,7 @@ def _read_shape(cursor: _Cursor, what: str) -> tuple[int, ...]:
 def _tensor_bytes(cursor: _Cursor, what: str, shape: tuple[int, ...], ggml_type: int, at: int) -> int:
     kind = GGML_TYPES.get(ggml_type)
     if kind is None:
-        why = _REFUSED_TYPES.get(ggml_type, "is unknown; types of llama.cpp up to id 42 are read, those of forks are not")
+        why = _REFUSED_TYPES.get(ggml_type, "is unknown; ids of llama.cpp up to 42 are read, those of forks are not")
         raise cursor.fail(f"{what}: tensor type {ggml_type} {why}", at)
     if shape[-1] % kind.block_values:
         raise cursor.fail(f"{what} {shape}: rows of {kind.name} must be a multiple of {kind.block_values} long", at)
@@ -395,7 +437,8 @@ def _tensor_bytes(cursor: _Cursor, what: str, shape: tuple[int, ...], ggml_type:
     for dim in shape[:-1]:
         size_bytes *= dim
     if size_bytes > len(cursor.mapping):
-        raise cursor.fail(f"{what} {shape} {kind.name} takes {size_bytes} bytes; the file has {len(cursor.mapping)}", at)
+        file_bytes = len(cursor.mapping)
+        raise cursor.fail(f"{what} {shape} {kind.name} takes {size_bytes} bytes; the file has {file_bytes}", at)
     return size_bytes
 
 
@@ -410,11 +453,12 @@ def _check_layout(cursor: _Cursor, tensors: dict, alignment: int) -> None:
         if offset < padded:
             raise cursor.fail(f"{what} overlaps {previous}, which ends at byte {end}", offset)
         if offset > padded:
-            raise cursor.fail(f"{what} starts {offset - padded} bytes after {previous}; they belong to no tensor", offset)
+            gap_bytes = offset - padded
+            raise cursor.fail(f"{what} starts {gap_bytes} bytes after {previous}; they belong to no tensor", offset)
         _check_zero(cursor, end, offset, f"the padding between {previous} and {what}")
         previous, end = what, offset + size_bytes
     tail_bytes = len(cursor.mapping) - end
-    if tail_bytes > max(alignment, _MAX_TAIL_BYTES):
+    if tail_bytes > _MAX_TAIL_BYTES:
         raise cursor.fail(f"{tail_bytes} bytes follow the end of {previous}; they belong to no tensor", end)
     _check_zero(cursor, end, len(cursor.mapping), f"the rest of the file after {previous}")
 
@@ -477,3 +521,65 @@ def _quote(text: object) -> str:
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+def _write_whole(path: Path, header: bytes, spool: BinaryIO) -> None:
+    part = path.with_name(path.name + ".part")
+    try:
+        with open(part, "wb") as out:
+            out.write(header)
+            shutil.copyfileobj(spool, out, 16 << 20)
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _check_packed(name: str, shape: tuple[int, ...], ggml_type: int, size_bytes: int) -> None:
+    kind = GGML_TYPES.get(ggml_type)
+    if kind is None:
+        raise FormatError(f"tensor {name!r}: {ggml_type} is not the id of a tensor type; GGML_TYPES lists them")
+    if not 1 <= len(shape) <= 4 or min(shape) < 1 or not 1 <= len(name.encode()) <= 64:
+        raise FormatError(f"tensor {name!r} {shape}: needs 1 to 4 dimensions above 0 and a name of 1 to 64 bytes")
+    if shape[-1] % kind.block_values:
+        raise ShapeError(f"tensor {name!r} {shape}: rows of {kind.name} must be a multiple of {kind.block_values} long")
+    expected = prod(shape) // kind.block_values * kind.block_bytes
+    if size_bytes != expected:
+        raise ShapeError(f"tensor {name!r} {shape} {kind.name}: {size_bytes} bytes given, {expected} expected")
+
+
+def _packed_string(text: str) -> bytes:
+    encoded = text.encode("utf-8")
+    return struct.pack("<Q", len(encoded)) + encoded
+
+
+def _packed_value(key: str, value: object) -> bytes:
+    """Type id and value of one metadata entry."""
+    if isinstance(value, str):
+        return struct.pack("<I", _STRING) + _packed_string(value)
+    if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
+        return struct.pack("<IIQ", _ARRAY, _STRING, len(value)) + b"".join(map(_packed_string, value))
+    array = np.asarray(value, _plain_dtype(value) if not isinstance(value, (np.ndarray, np.generic)) else None)
+    type_id = _VALUE_TYPES.get(array.dtype.newbyteorder("<"))
+    if type_id is None or array.ndim > 1:
+        raise FormatError(f"metadata {key!r}: GGUF cannot hold {value!r} of type {type(value).__name__}")
+    raw = array.astype(_VALUE_DTYPES[type_id], copy=False).tobytes()
+    if array.ndim == 0:
+        return struct.pack("<I", type_id) + raw
+    return struct.pack("<IIQ", _ARRAY, type_id, array.size) + raw
+
+
+def _plain_dtype(value: object) -> np.dtype | None:
+    """The dtype for Python numbers; None leaves it to numpy, which then finds something GGUF refuses."""
+    items = value if isinstance(value, (list, tuple)) else (value,)
+    if all(type(item) is bool for item in items):
+        return np.dtype("?")
+    if all(type(item) is int for item in items):
+        # The usual types of the format: uint32 for one number, int32 for a list.
+        order = ("<i4", "<u4", "<i8", "<u8") if isinstance(value, (list, tuple)) else ("<u4", "<i4", "<u8", "<i8")
+        return np.dtype(next((dtype for dtype in order if _holds(np.iinfo(dtype), items)), "O"))
+    return np.dtype("<f4") if all(type(item) in (int, float) for item in items) else None
+
+
+def _holds(limits: np.iinfo, items: list[int]) -> bool:
+    return limits.min <= min(items) and max(items) <= limits.max
