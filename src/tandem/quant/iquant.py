@@ -5,7 +5,8 @@ In and out: see `Format`. Multi-byte fields are little-endian and not aligned.
 
 import numpy as np
 
-from tandem.quant.format import define, half_bytes, read_half, repeat_scales, settle_halves, split_bits
+from tandem.quant.fit import as_half, fit_scale, importance, inverse, nearest_in, share_scale, table_codes
+from tandem.quant.format import define, half_bytes, join_bits, read_half, repeat_scales, settle_halves, split_bits
 from tandem.quant.iquant_grids import GRIDS, IQ4NL, KSIGNS
 
 _SHIFT = np.float32(0.125)
@@ -113,6 +114,27 @@ def unpack_iq4_xs(blocks: np.ndarray) -> np.ndarray:
     return repeat_scales(read_half(blocks, 0) * (scales.astype(np.int8) - 32), IQ4NL[split_bits(blocks[:, 8:], 4, 16)])
 
 
+_NEAREST_NL = nearest_in(IQ4NL)
+_TARGETS_NL = (-140, -127, -120, -113, -106, -98, 98, 106, 113, 120)
+
+
+def pack_iq4_nl(values: np.ndarray) -> np.ndarray:
+    """The scale of least squared error out of a search."""
+    d = as_half(fit_scale(values, np.ones_like(values), _NEAREST_NL, _TARGETS_NL))
+    return np.hstack([half_bytes(d), join_bits(table_codes(IQ4NL, values * inverse(d)), 4, 16)])
+
+
+def pack_iq4_xs(values: np.ndarray) -> np.ndarray:
+    """Least weighted squared error over scales, group by group and then shared."""
+    groups = values.reshape(len(values), 8, 32)
+    weights = importance(groups)
+    scales = fit_scale(groups, weights, _NEAREST_NL, _TARGETS_NL)
+    d, small = share_scale(groups, weights, scales, _NEAREST_NL, -32, 31)
+    codes = table_codes(IQ4NL, groups * inverse(d * small)).reshape(len(values), -1)
+    small = (small[..., 0] + 32).astype(np.uint8)
+    return np.hstack([half_bytes(d[..., 0]), join_bits(small >> 4, 2, 1), join_bits(small & 15, 4, 1), join_bits(codes, 4, 16)])
+
+
 def _settle_iq1_m(blocks: np.ndarray, rng: np.random.Generator) -> None:
     d = rng.uniform(0.5, 1.5, (len(blocks), 1)) * rng.choice([-1, 1], (len(blocks), 1)) / 8
     bits = half_bytes(d.astype(np.float32)).view("<u2")
@@ -125,9 +147,9 @@ FORMATS = (
     define("IQ2_XS", unpack_iq2_xs, settle_halves((0, 1))),
     define("IQ3_XXS", unpack_iq3_xxs, settle_halves((0, 0.5))),
     define("IQ1_S", unpack_iq1_s, settle_halves((0, 8))),
-    define("IQ4_NL", unpack_iq4_nl, settle_halves((0, 1))),
+    define("IQ4_NL", unpack_iq4_nl, settle_halves((0, 1)), pack_iq4_nl),
     define("IQ3_S", unpack_iq3_s, settle_halves((0, 0.5))),
     define("IQ2_S", unpack_iq2_s, settle_halves((0, 1))),
-    define("IQ4_XS", unpack_iq4_xs, settle_halves((0, 1 / 16))),
+    define("IQ4_XS", unpack_iq4_xs, settle_halves((0, 1 / 16)), pack_iq4_xs),
     define("IQ1_M", unpack_iq1_m, _settle_iq1_m),
 )

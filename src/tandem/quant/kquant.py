@@ -5,7 +5,8 @@ In and out: see `Format`. "m" is subtracted: d * scale * q - dmin * min.
 
 import numpy as np
 
-from tandem.quant.format import define, read_half, repeat_scales, settle_halves, split_bits
+from tandem.quant.fit import clip_to, fit_line, fit_scale, importance, inverse, share_line, share_scale
+from tandem.quant.format import define, half_bytes, join_bits, read_half, repeat_scales, settle_halves, split_bits
 
 
 def unpack_q2_k(blocks: np.ndarray) -> np.ndarray:
@@ -57,10 +58,74 @@ def unpack_q6_k(blocks: np.ndarray) -> np.ndarray:
     return repeat_scales(read_half(blocks, 208) * scales, codes.astype(np.int8) - 32)
 
 
+def _fit_lines(values: np.ndarray, group: int, top: int, limit: int):
+    """(d, dmin) [n, 1] f16-exact, scales and mins uint8 [n, 256 // group] up to `limit`, codes uint8 0..top [n, 256]."""
+    groups = values.reshape(len(values), -1, group)
+    weights = importance(groups)
+    spans = np.arange(top - 0.15 * top - 0.5, top + 1.01, max(0.25, top / 30))
+    scales, offsets = fit_line(groups, weights, top, spans, positive=False)
+    d, dmin, small, mins = share_line(groups, weights, scales, offsets, top, limit)
+    codes = clip_to(0, top)((groups + dmin * mins) * inverse(d * small)).reshape(len(values), -1)
+    return d[..., 0], dmin[..., 0], small[..., 0].astype(np.uint8), mins[..., 0].astype(np.uint8), codes.astype(np.uint8)
+
+
+def _fit_scales(values: np.ndarray, half_range: int, low: int, high: int, targets):
+    """d [n, 1] f16-exact, scales int8 low..high [n, 16], codes uint8 0 .. 2 * half_range - 1 [n, 256]."""
+    groups = values.reshape(len(values), 16, 16)
+    weights = importance(groups)
+    nearest = clip_to(-half_range, half_range - 1)
+    d, small = share_scale(
+        groups, weights, fit_scale(groups, weights, nearest, targets), nearest, low, high
+    )
+    codes = nearest(groups * inverse(d * small)).reshape(len(values), -1) + half_range
+    return d[..., 0], small[..., 0].astype(np.int8), codes.astype(np.uint8)
+
+
+def join_scales(scales: np.ndarray, mins: np.ndarray) -> np.ndarray:
+    """The inverse of `split_scales`: uint8 [n, 12]."""
+    first = scales[:, :4] | scales[:, 4:] >> 4 << 6
+    second = mins[:, :4] | mins[:, 4:] >> 4 << 6
+    return np.hstack([first, second, scales[:, 4:] & 15 | mins[:, 4:] << 4])
+
+
+def pack_q2_k(values: np.ndarray) -> np.ndarray:
+    """Least weighted squared error over scales and mins, group by group and then shared."""
+    d, dmin, scales, mins, codes = _fit_lines(values, 16, 3, 15)
+    return np.hstack([scales | mins << 4, join_bits(codes, 2, 32), half_bytes(d), half_bytes(dmin)])
+
+
+def pack_q3_k(values: np.ndarray) -> np.ndarray:
+    """Least weighted squared error over scales, group by group and then shared."""
+    d, scales, codes = _fit_scales(values, 4, -32, 31, (-5, -4.5, -4, -3.7, -3.4, -3.1, -2.8, 2.8, 3.1, 3.4, 3.7, 4))
+    scales = (scales + 32).astype(np.uint8)
+    packed = np.hstack([join_bits(scales & 15, 4, 8), join_bits(scales >> 4, 2, 4)])
+    return np.hstack([join_bits(codes >> 2, 1, 32), join_bits(codes & 3, 2, 32), packed, half_bytes(d)])
+
+
+def pack_q4_k(values: np.ndarray) -> np.ndarray:
+    """Least weighted squared error over scales and mins, group by group and then shared."""
+    d, dmin, scales, mins, codes = _fit_lines(values, 32, 15, 63)
+    return np.hstack([half_bytes(d), half_bytes(dmin), join_scales(scales, mins), join_bits(codes, 4, 32)])
+
+
+def pack_q5_k(values: np.ndarray) -> np.ndarray:
+    """Least weighted squared error over scales and mins, group by group and then shared."""
+    d, dmin, scales, mins, codes = _fit_lines(values, 32, 31, 63)
+    head = [half_bytes(d), half_bytes(dmin), join_scales(scales, mins)]
+    return np.hstack([*head, join_bits(codes >> 4, 1, 32), join_bits(codes & 15, 4, 32)])
+
+
+def pack_q6_k(values: np.ndarray) -> np.ndarray:
+    """Least weighted squared error over scales, group by group and then shared."""
+    d, scales, codes = _fit_scales(values, 32, -128, 127, (-33, -32.5, -32, -31.5, -31, -30.5, 31, 31.5, 32))
+    low, high = join_bits(codes & 15, 4, 64), join_bits(codes >> 4, 2, 32)
+    return np.hstack([low, high, scales.view(np.uint8), half_bytes(d)])
+
+
 FORMATS = (
-    define("Q2_K", unpack_q2_k, settle_halves((80, 4), (82, 6))),
-    define("Q3_K", unpack_q3_k, settle_halves((108, 1.5))),
-    define("Q4_K", unpack_q4_k, settle_halves((0, 1 / 4), (2, 7.5 / 4))),
-    define("Q5_K", unpack_q5_k, settle_halves((0, 1 / 8), (2, 15.5 / 8))),
-    define("Q6_K", unpack_q6_k, settle_halves((208, 1 / 32))),
+    define("Q2_K", unpack_q2_k, settle_halves((80, 4), (82, 6)), pack_q2_k),
+    define("Q3_K", unpack_q3_k, settle_halves((108, 1.5)), pack_q3_k),
+    define("Q4_K", unpack_q4_k, settle_halves((0, 1 / 4), (2, 7.5 / 4)), pack_q4_k),
+    define("Q5_K", unpack_q5_k, settle_halves((0, 1 / 8), (2, 15.5 / 8)), pack_q5_k),
+    define("Q6_K", unpack_q6_k, settle_halves((208, 1 / 32)), pack_q6_k),
 )

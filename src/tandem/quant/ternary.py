@@ -5,7 +5,8 @@ In and out: see `Format`.
 
 import numpy as np
 
-from tandem.quant.format import define, read_half, repeat_scales, settle_halves, split_bits
+from tandem.quant.fit import as_half, clip_to, fit_scale, inverse
+from tandem.quant.format import define, half_bytes, join_bits, read_half, repeat_scales, settle_halves, split_bits
 
 # TQ1_0: (first byte, bytes, digits per byte); digit k of byte j of a part is value k * bytes + j of that part.
 _TQ1_PARTS = ((0, 32, 5), (32, 16, 5), (48, 4, 4))
@@ -29,7 +30,32 @@ def unpack_tq2_0(blocks: np.ndarray) -> np.ndarray:
     return repeat_scales(read_half(blocks, 64), split_bits(blocks[:, :64], 2, 32).astype(np.int8) - 1)
 
 
+def _ternary_codes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(d [n, 1] exact in f16, codes 0..2) of least squared error for d * (code - 1)."""
+    nearest = clip_to(-1, 1)
+    d = as_half(fit_scale(values, np.ones_like(values), nearest, np.arange(0.75, 3.5, 0.125)))
+    return d, (nearest(values * inverse(d)) + 1).astype(np.uint8)
+
+
+def pack_tq1_0(values: np.ndarray) -> np.ndarray:
+    """The scale of least squared error out of a search; exact for values that are already -d, 0, d."""
+    d, codes = _ternary_codes(values)
+    packed, start = [], 0
+    for _, count, per_byte in _TQ1_PARTS:
+        digits = codes[:, start : start + count * per_byte].reshape(len(codes), per_byte, count)
+        numbers = np.einsum("nkj,k->nj", digits.astype(np.uint16), 81 // 3 ** np.arange(per_byte))
+        packed.append(((numbers * 256 + 242) // 243).astype(np.uint8))
+        start += count * per_byte
+    return np.hstack([*packed, half_bytes(d)])
+
+
+def pack_tq2_0(values: np.ndarray) -> np.ndarray:
+    """The scale of least squared error out of a search; exact for values that are already -d, 0, d."""
+    d, codes = _ternary_codes(values)
+    return np.hstack([join_bits(codes, 2, 32), half_bytes(d)])
+
+
 FORMATS = (
-    define("TQ1_0", unpack_tq1_0, settle_halves((52, 80))),
-    define("TQ2_0", unpack_tq2_0, settle_halves((64, 52))),
+    define("TQ1_0", unpack_tq1_0, settle_halves((52, 80)), pack_tq1_0),
+    define("TQ2_0", unpack_tq2_0, settle_halves((64, 52)), pack_tq2_0),
 )
