@@ -1,0 +1,190 @@
+"""A loaded model that speaks text: the class users hold. `Engine.load` -> `generate`, `tokenize`, `logits`.
+
+Joins the file reader, the plan, the recorded forward pass, the session and the text side; it computes nothing itself.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+
+from tandem.errors import RequestError, SettingError, nearest
+from tandem.generation import Generation, Prompt
+from tandem.gguf import read_gguf
+from tandem.machine import machine
+from tandem.models import model_for
+from tandem.native import native
+from tandem.runtime.plan import Plan, make_plan, summarise
+from tandem.runtime.sampling import Sampling, resolve
+from tandem.runtime.session import Session, common_prefix
+from tandem.runtime.step import Runner
+from tandem.runtime.weights import load_weights
+from tandem.settings import setting
+from tandem.text.conversation import encode_conversation
+from tandem.text.template import ChatTemplate
+from tandem.text.tokenizer import Tokenizer
+
+KV_TYPES = ("f16", "q8_0", "f32")
+_log = logging.getLogger("tandem")
+
+
+class Engine:
+    """One model on the CPU, with one session. Not for use by several threads at once. Close it, or use it in `with`."""
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        device: str = "cpu",
+        ctx: int | None = None,
+        threads: int | None = None,
+        kv: str = "f16",
+        on_plan: Callable[[Plan], None] | None = None,
+    ) -> "Engine":
+        """Opens a GGUF file, plans memory, then allocates it.
+
+        ctx: tokens of context, None: 8192 or what fits. threads: None: the physical cores. kv: cache type, f16, q8_0 or
+        f32. on_plan sees the plan before anything is allocated. Raises FormatError, PlanError, SettingError.
+        """
+        _check_options(device, ctx, threads, kv)
+        with ExitStack() as undo:
+            file = undo.enter_context(read_gguf(path))
+            engine = cls(file, ctx, threads or setting("threads") or machine().cores, kv, on_plan)
+            undo.pop_all()
+        return engine
+
+    def __init__(self, file, ctx: int | None, threads: int, kv: str, on_plan: Callable[[Plan], None] | None):
+        self.file = file
+        self.summary = summarise(file)
+        model = model_for(file.metadata)
+        config = model.Config.from_gguf(file.metadata, file.tensors)
+        self.tokenizer = Tokenizer.from_metadata(file.metadata)
+        self._template: ChatTemplate | None = None
+        runner = Runner(native(), model, config, load_weights(file, model, config))
+        self.plan = make_plan(self.summary, machine(), ctx=ctx, kv=kv, threads=threads, scratch_bytes=runner.scratch_bytes)
+        if on_plan:
+            on_plan(self.plan)
+        runner.allocate(threads)
+        self.runner: Runner | None = runner
+        self.session = Session(runner, self.summary.specs, self.plan.ctx, kv, self.plan.checkpoints)
+
+    @property
+    def template(self) -> ChatTemplate:
+        """The file's chat template, made on first use. Raises TemplateError if the file has none that works."""
+        if self._template is None:
+            self._template = ChatTemplate.from_metadata(self.file.metadata, self.tokenizer)
+        return self._template
+
+    @property
+    def ctx(self) -> int:
+        """Tokens of context."""
+        return self.plan.ctx
+
+    def tokenize(self, text: str, parse_special: bool = False) -> list[int]:
+        """Token ids of the text; control tokens written in it stay text unless parse_special."""
+        return self.tokenizer.encode(text, parse_special=parse_special)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Text of the ids; bytes that are no UTF-8 become U+FFFD."""
+        return self.tokenizer.decode(ids)
+
+    def apply_chat_template(self, messages: Sequence[dict], tools: Sequence[dict] | None = None, add_generation_prompt: bool = True, **extra) -> str:
+        """The conversation as the model's own text. extra reaches the template (enable_thinking ...). Raises TemplateError."""
+        return self.template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **extra)
+
+    def logits(self, ids: Sequence[int]) -> np.ndarray:
+        """Logits after each token, float32 [T, vocab_size]; forgets the running conversation. Raises RequestError."""
+        self._check_ids(ids)
+        return self._open_session().all_logits(ids)
+
+    def generate(
+        self,
+        prompt: str | Sequence[dict] | Sequence[int],
+        *,
+        sampling: Sampling | None = None,
+        max_tokens: int | None = None,
+        tools: Sequence[dict] | None = None,
+        template_options: dict | None = None,
+        raw: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+        **overrides,
+    ) -> Generation:
+        """An iterator over pieces of text; `.stats` afterwards, `.cancel()` at any time.
+
+        prompt: a user's message (str), a conversation (dicts with role and content), or token ids. raw: a str prompt is
+        continued as it stands, without the chat template. overrides are fields of Sampling (temperature, top_k, ...);
+        without `sampling` they apply to the defaults of the file or the model's profile.
+        Raises RequestError, SettingError and TemplateError at once, before the first piece.
+        """
+        made = self._prompt(prompt, tools, template_options or {}, raw)
+        if len(made.ids) >= self.ctx:
+            raise RequestError(
+                f"the prompt has {len(made.ids)} tokens, the context holds {self.ctx}: shorten it or load with a larger ctx"
+            )
+        if max_tokens is not None:
+            overrides["max_tokens"] = max_tokens
+        return Generation(self._open_session(), self.tokenizer, made, self.sampling(sampling, **overrides), on_progress)
+
+    def sampling(self, base: Sampling | None = None, *, profile: str | None = None, thinking: bool = True, **overrides) -> Sampling:
+        """Complete settings: overrides > base; without base, > profile > the file's > the model family's defaults.
+
+        Raises SettingError for unknown names and bad values.
+        """
+        if base is None:
+            return resolve(self.file.metadata, None, thinking, overrides, profile)
+        return Sampling.from_dict({f.name: getattr(base, f.name) for f in fields(base)} | overrides)
+
+    def close(self) -> None:
+        """Frees threads, memory and the mapped file; safe to call twice."""
+        if self.runner is not None:
+            self.runner.close()
+            self.runner = self.session = None
+            self.file.close()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _open_session(self) -> Session:
+        if self.session is None:
+            raise RequestError("the engine is closed")
+        return self.session
+
+    def _check_ids(self, ids: Iterable[int]) -> None:
+        size = self.runner.output.width if self.runner else self.tokenizer.vocab_size
+        for at, token in enumerate(ids):
+            if not 0 <= token < size:
+                raise RequestError(f"token {token} at {at} is not in the vocabulary of {size}")
+
+    def _prompt(self, prompt, tools, options: dict, raw: bool) -> Prompt:
+        if not isinstance(prompt, str) and len(prompt) and not isinstance(prompt[0], dict):
+            self._check_ids(prompt)
+            return Prompt([int(t) for t in prompt], ())
+        if isinstance(prompt, str) and raw:
+            return Prompt(self.tokenizer.encode(prompt, add_special=True), ())
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        ids = self._encode_chat(messages, tools, True, options)
+        # The next turn repeats the conversation up to here; what follows (the opened answer) may be rendered otherwise.
+        closed = self._encode_chat(messages, tools, False, options)
+        return Prompt(ids, (common_prefix(ids, closed),))
+
+    def _encode_chat(self, messages, tools, opened: bool, options: dict) -> list[int]:
+        return encode_conversation(
+            self.tokenizer, self.template, messages, tools=tools, add_generation_prompt=opened, **options
+        )
+
+
+def _check_options(device: str, ctx: int | None, threads: int | None, kv: str) -> None:
+    if device != "cpu":
+        raise SettingError(f"device {device!r} is not supported yet; valid: cpu")
+    if kv not in KV_TYPES:
+        raise SettingError(f"kv cache type {kv!r} is unknown{nearest(kv, KV_TYPES)}")
+    for name, value, least in (("ctx", ctx, 1), ("threads", threads, 1)):
+        if value is not None and (not isinstance(value, int) or value < least):
+            raise SettingError(f"{name}={value!r}: a whole number of at least {least} is needed")
