@@ -69,6 +69,7 @@ class Engine:
         if on_plan:
             on_plan(self.plan)
         runner.allocate(threads)
+        self._vocab_size = runner.output.width
         self.runner: Runner | None = runner
         self.session = Session(runner, self.summary.specs, self.plan.ctx, kv, self.plan.checkpoints)
 
@@ -83,6 +84,11 @@ class Engine:
     def ctx(self) -> int:
         """Tokens of context."""
         return self.plan.ctx
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits; ids are below it."""
+        return self._vocab_size
 
     def tokenize(self, text: str, parse_special: bool = False) -> list[int]:
         """Token ids of the text; control tokens written in it stay text unless parse_special."""
@@ -157,10 +163,9 @@ class Engine:
         return self.session
 
     def _check_ids(self, ids: Iterable[int]) -> None:
-        size = self.runner.output.width if self.runner else self.tokenizer.vocab_size
         for at, token in enumerate(ids):
-            if not 0 <= token < size:
-                raise RequestError(f"token {token} at {at} is not in the vocabulary of {size}")
+            if not 0 <= token < self.vocab_size:
+                raise RequestError(f"token {token} at {at} is not in the vocabulary of {self.vocab_size}")
 
     def _prompt(self, prompt, tools, options: dict, raw: bool) -> Prompt:
         if not isinstance(prompt, str) and len(prompt) and not isinstance(prompt[0], dict):
