@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import tandem
-
-ROOT = Path(tandem.__file__).parent
+ROOT = Path(__file__).parents[1] / "src" / "tandem"
 ORDER = ["errors", "settings", "machine", "native", "gguf", "quant", "ops", "models", "runtime", "text", "generation", "engine"]
 ALONE = {"text": {"errors", "gguf"}}
 TOP = {"bench", "cli", "chat", "show", "__init__", "__main__"}  # may use anything below, nothing below may use them

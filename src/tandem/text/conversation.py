@@ -23,13 +23,13 @@ def encode_conversation(
     **extra: Any,
 ) -> list[int]:
     """Token ids of the rendered conversation. Raises TemplateError and RequestError."""
-    control = tokenizer.control_texts
-    pattern = re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True)))) if control else None
+    names = sorted(map(tokenizer.token_text, tokenizer.control_ids), key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, names))) if names else None
     marked = [_marked(message, pattern) for message in messages]
     tools = None if tools is None else [_marked(tool, pattern) for tool in tools]
     text = template.render(marked, tools=tools, add_generation_prompt=add_generation_prompt, **extra)
     ids: list[int] = []
-    for piece in tokenizer.split_control(text):
+    for piece in tokenizer.split_special(text):
         if isinstance(piece, int):
             ids.append(piece)
         else:
