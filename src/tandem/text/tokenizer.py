@@ -34,8 +34,8 @@ _NEVER_IN_UTF8 = frozenset([0xC0, 0xC1, *range(0xF5, 0x100)])
 class Tokenizer:
     """Encodes and decodes with one vocabulary. Safe to use from several threads.
 
-    vocab_size: number of tokens, the width of the logits; bos_id, eos_id, pad_id: int or None; eog_ids: frozenset of ids
-    that end a generation; control_ids: frozenset of ids that stand for no text; add_bos, add_eos: bool.
+    vocab_size: number of tokens, the width of the logits; bos_id, eos_id, pad_id, unknown_id: int or None;
+    eog_ids: frozenset of ids that end a generation; control_ids: frozenset of ids that stand for no text; add_bos, add_eos: bool.
     """
 
     def __init__(self, vocabulary: Vocabulary):
@@ -47,7 +47,8 @@ class Tokenizer:
             )
         self._vocabulary = vocabulary
         self.vocab_size = len(vocabulary.tokens)
-        self.bos_id, self.eos_id, self.pad_id = vocabulary.bos_id, vocabulary.eos_id, vocabulary.pad_id
+        self.bos_id, self.eos_id = vocabulary.bos_id, vocabulary.eos_id
+        self.pad_id, self.unknown_id = vocabulary.pad_id, vocabulary.unknown_id
         self.eog_ids, self.control_ids = vocabulary.eog_ids, vocabulary.control_ids
         self._sentencepiece = vocabulary.model == "llama"
         default_bos = self._sentencepiece or splitting_named(vocabulary.pre).add_bos
