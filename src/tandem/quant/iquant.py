@@ -5,6 +5,7 @@ In and out: see `Format`. Multi-byte fields are little-endian and not aligned.
 
 import numpy as np
 
+from tandem.quant import iquant_pack
 from tandem.quant.fit import as_half, fit_scale, importance, inverse, nearest_in, share_scale, table_codes
 from tandem.quant.format import define, half_bytes, join_bits, read_half, repeat_scales, settle_halves, split_bits
 from tandem.quant.iquant_grids import GRIDS, IQ4NL, KSIGNS
@@ -132,7 +133,8 @@ def pack_iq4_xs(values: np.ndarray) -> np.ndarray:
     d, small = share_scale(groups, weights, scales, _NEAREST_NL, -32, 31)
     codes = table_codes(IQ4NL, groups * inverse(d * small)).reshape(len(values), -1)
     small = (small[..., 0] + 32).astype(np.uint8)
-    return np.hstack([half_bytes(d[..., 0]), join_bits(small >> 4, 2, 1), join_bits(small & 15, 4, 1), join_bits(codes, 4, 16)])
+    head = [half_bytes(d[..., 0]), join_bits(small >> 4, 2, 1), join_bits(small & 15, 4, 1)]
+    return np.hstack([*head, join_bits(codes, 4, 16)])
 
 
 def _settle_iq1_m(blocks: np.ndarray, rng: np.random.Generator) -> None:
@@ -143,13 +145,13 @@ def _settle_iq1_m(blocks: np.ndarray, rng: np.random.Generator) -> None:
 
 
 FORMATS = (
-    define("IQ2_XXS", unpack_iq2_xxs, settle_halves((0, 1))),
-    define("IQ2_XS", unpack_iq2_xs, settle_halves((0, 1))),
-    define("IQ3_XXS", unpack_iq3_xxs, settle_halves((0, 0.5))),
-    define("IQ1_S", unpack_iq1_s, settle_halves((0, 8))),
+    define("IQ2_XXS", unpack_iq2_xxs, settle_halves((0, 1)), iquant_pack.pack_iq2_xxs),
+    define("IQ2_XS", unpack_iq2_xs, settle_halves((0, 1)), iquant_pack.pack_iq2_xs),
+    define("IQ3_XXS", unpack_iq3_xxs, settle_halves((0, 0.5)), iquant_pack.pack_iq3_xxs),
+    define("IQ1_S", unpack_iq1_s, settle_halves((0, 8)), iquant_pack.pack_iq1_s),
     define("IQ4_NL", unpack_iq4_nl, settle_halves((0, 1)), pack_iq4_nl),
-    define("IQ3_S", unpack_iq3_s, settle_halves((0, 0.5))),
-    define("IQ2_S", unpack_iq2_s, settle_halves((0, 1))),
+    define("IQ3_S", unpack_iq3_s, settle_halves((0, 0.5)), iquant_pack.pack_iq3_s),
+    define("IQ2_S", unpack_iq2_s, settle_halves((0, 1)), iquant_pack.pack_iq2_s),
     define("IQ4_XS", unpack_iq4_xs, settle_halves((0, 1 / 16)), pack_iq4_xs),
-    define("IQ1_M", unpack_iq1_m, _settle_iq1_m),
+    define("IQ1_M", unpack_iq1_m, _settle_iq1_m, iquant_pack.pack_iq1_m),
 )

@@ -59,14 +59,15 @@ def unpack_q6_k(blocks: np.ndarray) -> np.ndarray:
 
 
 def _fit_lines(values: np.ndarray, group: int, top: int, limit: int):
-    """(d, dmin) [n, 1] f16-exact, scales and mins uint8 [n, 256 // group] up to `limit`, codes uint8 0..top [n, 256]."""
+    """d, dmin [n, 1] f16-exact; scales, mins uint8 [n, 256 // group] up to `limit`; codes uint8 0..top [n, 256]."""
     groups = values.reshape(len(values), -1, group)
     weights = importance(groups)
     spans = np.arange(top - 0.15 * top - 0.5, top + 1.01, max(0.25, top / 30))
     scales, offsets = fit_line(groups, weights, top, spans, positive=False)
     d, dmin, small, mins = share_line(groups, weights, scales, offsets, top, limit)
     codes = clip_to(0, top)((groups + dmin * mins) * inverse(d * small)).reshape(len(values), -1)
-    return d[..., 0], dmin[..., 0], small[..., 0].astype(np.uint8), mins[..., 0].astype(np.uint8), codes.astype(np.uint8)
+    small, mins, codes = (a.astype(np.uint8) for a in (small[..., 0], mins[..., 0], codes))
+    return d[..., 0], dmin[..., 0], small, mins, codes
 
 
 def _fit_scales(values: np.ndarray, half_range: int, low: int, high: int, targets):
@@ -74,9 +75,8 @@ def _fit_scales(values: np.ndarray, half_range: int, low: int, high: int, target
     groups = values.reshape(len(values), 16, 16)
     weights = importance(groups)
     nearest = clip_to(-half_range, half_range - 1)
-    d, small = share_scale(
-        groups, weights, fit_scale(groups, weights, nearest, targets), nearest, low, high
-    )
+    scales = fit_scale(groups, weights, nearest, targets)
+    d, small = share_scale(groups, weights, scales, nearest, low, high)
     codes = nearest(groups * inverse(d * small)).reshape(len(values), -1) + half_range
     return d[..., 0], small[..., 0].astype(np.int8), codes.astype(np.uint8)
 
