@@ -1,0 +1,128 @@
+// What a quantized type states about itself, so that one dot product and one matrix product serve all of them.
+//
+// A format is a struct:
+//   static constexpr int type;        GGUF type id
+//   static constexpr int block;       values per block: 32, 64 or 256
+//   static constexpr int bytes;       bytes per block
+//   static constexpr int group;       values per scale: 16 or 32
+//   static constexpr int q_max;       upper bound of |q|, at most 128 (AVX2 sums products of it in 16 bits)
+//   static constexpr int offset;      subtracted from every q, so that q can be stored unsigned; 0 for signed q
+//   static constexpr bool is_signed;  whether q may be negative; if not, q <= 127
+//   static constexpr bool has_min;    whether there is a bias besides the offset (then offset is 0)
+//   static void unpack(const uint8_t* b, int8_t* q, float* scale, float* bias);   plain C++, mandatory
+// meaning: value[i] = scale[i / group] * (q[i] - offset) + bias[i / group]; bias is not written without has_min.
+//
+// Faster ways to say the same, used where present:
+//   static void unpack_avx2(same arguments)         under TANDEM_AVX2; q is 32-byte aligned
+//   static Span<Units, Groups> load(const uint8_t*)  under TANDEM_AVX512: the next span of max(block, 64) values in
+//     registers, Units = span / 64, Groups = span / group. Must not touch bytes after the span (masked loads do).
+#pragma once
+#include <type_traits>
+
+#include "quant/simd.h"
+
+namespace tandem::quant {
+
+template <class F>
+constexpr int kSpan = F::block < 64 ? 64 : F::block;  // values per step of the drivers
+template <class F>
+constexpr int kSpanBytes = kSpan<F> / F::block * F::bytes;
+
+#if TANDEM_AVX512
+// N floats in the smallest register that holds them; lanes past N are zero and stay so.
+template <int N> struct Lanes;
+template <> struct Lanes<2> {
+    using V = __m128;
+    static V load(const float* p) { return _mm_castpd_ps(_mm_load_sd((const double*)p)); }
+    static void store(float* p, V a) { _mm_storel_pd((double*)p, _mm_castps_pd(a)); }
+};
+template <> struct Lanes<4> {
+    using V = __m128;
+    static V load(const float* p) { return _mm_loadu_ps(p); }
+    static void store(float* p, V a) { _mm_storeu_ps(p, a); }
+};
+template <> struct Lanes<8> {
+    using V = __m256;
+    static V load(const float* p) { return _mm256_loadu_ps(p); }
+    static void store(float* p, V a) { _mm256_storeu_ps(p, a); }
+};
+template <> struct Lanes<16> {
+    using V = __m512;
+    static V load(const float* p) { return _mm512_loadu_ps(p); }
+    static void store(float* p, V a) { _mm512_storeu_ps(p, a); }
+};
+
+inline __m128 mul(__m128 a, __m128 b) { return _mm_mul_ps(a, b); }
+inline __m256 mul(__m256 a, __m256 b) { return _mm256_mul_ps(a, b); }
+inline __m512 mul(__m512 a, __m512 b) { return _mm512_mul_ps(a, b); }
+inline __m128 mul_add(__m128 a, __m128 b, __m128 c) { return _mm_fmadd_ps(a, b, c); }
+inline __m256 mul_add(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c); }
+inline __m512 mul_add(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
+inline __m128 times(__m128 a, float f) { return _mm_mul_ps(a, _mm_set1_ps(f)); }
+inline __m256 times(__m256 a, float f) { return _mm256_mul_ps(a, _mm256_set1_ps(f)); }
+inline __m512 times(__m512 a, float f) { return _mm512_mul_ps(a, _mm512_set1_ps(f)); }
+inline __m512 widen(__m128 a) { return _mm512_castps128_ps512(a); }
+inline __m512 widen(__m256 a) { return _mm512_castps256_ps512(a); }
+inline __m512 widen(__m512 a) { return a; }
+
+// 64 * Units values: q[u] holds 64 of them in order; lane g of scale and bias belongs to values g*group .. .
+// bias need not be set without has_min.
+template <int Units, int Groups>
+struct Span {
+    __m512i q[Units];
+    typename Lanes<Groups>::V scale, bias;
+};
+#endif
+
+template <class F, class = void> struct HasLoad : std::false_type {};
+template <class F> struct HasLoad<F, std::void_t<decltype(&F::load)>> : std::true_type {};
+template <class F, class = void> struct HasAvx2 : std::false_type {};
+template <class F> struct HasAvx2<F, std::void_t<decltype(&F::unpack_avx2)>> : std::true_type {};
+
+// One block in memory, by the fastest way the format has.
+template <class F>
+inline void unpack_block(const uint8_t* b, int8_t* q, float* scale, float* bias) {
+    if constexpr (HasAvx2<F>::value) F::unpack_avx2(b, q, scale, bias);
+    else F::unpack(b, q, scale, bias);
+}
+
+#if TANDEM_AVX512
+template <class F>
+using SpanOf = Span<kSpan<F> / 64, kSpan<F> / F::group>;
+
+template <class F>
+inline SpanOf<F> load_span(const uint8_t* p) {
+    if constexpr (HasLoad<F>::value) {
+        return F::load(p);
+    } else {
+        constexpr int span = kSpan<F>, groups = span / F::group;
+        alignas(64) int8_t q[span];
+        alignas(64) float scale[groups], bias[groups];
+        for (int i = 0; i < span / F::block; i++) {
+            constexpr int per_block = F::block / F::group;
+            F::unpack(p + i * F::bytes, q + i * F::block, scale + i * per_block, bias + i * per_block);
+        }
+        SpanOf<F> s;
+        for (int u = 0; u < span / 64; u++) s.q[u] = _mm512_load_si512(q + 64 * u);
+        s.scale = Lanes<groups>::load(scale);
+        if constexpr (F::has_min) s.bias = Lanes<groups>::load(bias);
+        return s;
+    }
+}
+#endif
+
+// Codebooks of the IQ and FP4 types, handed over once by `tandem_set_grid`; see quant/iquant_grids.py for meanings.
+struct Grids {
+    alignas(64) uint8_t iq2xxs[256][8];
+    alignas(64) uint8_t iq2xs[512][8];
+    alignas(64) uint8_t iq2s[1024][8];
+    alignas(64) uint8_t iq3xxs[256][4];
+    alignas(64) uint8_t iq3s[512][4];
+    alignas(64) int8_t iq1s[2048][8];
+    alignas(64) uint8_t ksigns[128];
+    alignas(64) int8_t iq4nl[16];
+    alignas(64) int8_t e2m1[16];
+};
+extern Grids grids;
+
+}  // namespace tandem::quant
