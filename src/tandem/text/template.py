@@ -1,7 +1,7 @@
 """Chat templates: messages in, the prompt text out, by the Jinja2 template that the model file carries.
 
-Templates are programs of strangers. They run in Jinja2's immutable sandbox, in a child process with limits on time, memory
-and output, so that the worst one ends in a TemplateError.
+Templates are programs of strangers. They run in Jinja2's immutable sandbox, in a child process with limits on time,
+memory and output, so that the worst one ends in a TemplateError.
 """
 
 import json
@@ -39,7 +39,8 @@ GEMMA = (
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
 LLAMA3 = (
-    "{{ bos_token }}{% for message in messages %}{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}"
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}"
     "{{ message['content'] | trim + '<|eot_id|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
@@ -87,8 +88,8 @@ class ChatTemplate:
     ) -> "ChatTemplate":
         """The template of a GGUF file, else the plainest one of its family (ChatML, Gemma or Llama 3 turns).
 
-        A file with neither gives a template whose `render` raises TemplateError. Raises FormatError for a template that
-        is no string.
+        A file with neither gives a template whose `render` raises TemplateError. Raises FormatError for a template
+        that is no string.
         """
         source, tool_source = (metadata.get(key) for key in (KEY, f"{KEY}.tool_use"))
         for key, value in ((KEY, source), (f"{KEY}.tool_use", tool_source)):
@@ -267,7 +268,7 @@ class _Worker:
         self._child = self._finalizer = None
 
     def _exchange(self, line: bytes | None, deadline: float, what: str) -> dict[str, object]:
-        """Write `line`, read one line of JSON. Kills the child and raises TemplateError at the deadline or if it died."""
+        """Write `line`, read one line of JSON. Kills the child and raises _LimitExceeded if it is late or has died."""
         try:
             return json.loads(_talk(self._child, line or b"", deadline, self._limits.output_chars * 12 + 65536))
         except TimeoutError:

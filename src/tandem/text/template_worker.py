@@ -1,7 +1,7 @@
 """The program that renders chat templates, run as a child with limits: a template comes from strangers.
 
-In, on stdin: lines of JSON, first the limits and then one request a line. Out, on stdout: one line of JSON each, `text` or
-`error`. It imports nothing of Tandem, ends with its stdin, and the parent kills it when it runs too long.
+In, on stdin: lines of JSON, first the limits and then one request a line. Out, on stdout: one line of JSON each, `text`
+or `error`. It imports nothing of Tandem, ends with its stdin, and the parent kills it when it runs too long.
 """
 
 import json

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 import tokenizers
-from tokenizers import AddedToken, Regex, models, normalizers
+from tokenizers import AddedToken, models, normalizers
 
 from tandem.errors import FormatError, RequestError, nearest
 from tandem.text.decoder import IncrementalDecoder
@@ -35,7 +35,8 @@ class Tokenizer:
     """Encodes and decodes with one vocabulary. Safe to use from several threads.
 
     vocab_size: number of tokens, the width of the logits; bos_id, eos_id, pad_id, unknown_id: int or None;
-    eog_ids: frozenset of ids that end a generation; control_ids: frozenset of ids that stand for no text; add_bos, add_eos: bool.
+    eog_ids: frozenset of ids that end a generation; control_ids: frozenset of ids that stand for no text;
+    add_bos, add_eos: bool, what `encode` adds when asked for special tokens.
     """
 
     def __init__(self, vocabulary: Vocabulary):
@@ -54,11 +55,16 @@ class Tokenizer:
         default_bos = self._sentencepiece or splitting_named(vocabulary.pre).add_bos
         self.add_bos = _checked_add("bos", vocabulary.add_bos, default_bos, self.bos_id)
         self.add_eos = _checked_add("eos", vocabulary.add_eos, False, self.eos_id)
-        self._strip_first_space = self._sentencepiece and vocabulary.add_space_prefix is not False
+        self._collapse_spaces = self._sentencepiece and vocabulary.remove_extra_whitespaces
+        self._strip_first_space = self._collapse_spaces or (
+            self._sentencepiece and vocabulary.add_space_prefix is not False
+        )
         self._plain = build(vocabulary)
         self._plain.add_tokens(_user_defined(vocabulary))
         self._controls = _Finder({vocabulary.tokens[index]: index for index in vocabulary.control_ids})
         self._missing = _missing_bytes(vocabulary)
+        for index in np.flatnonzero(vocabulary.types == BYTE).tolist():
+            _byte_of(vocabulary.tokens[index])
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, object]) -> "Tokenizer":
@@ -133,6 +139,8 @@ class Tokenizer:
         return self._vocabulary.id_of.get(text)
 
     def _encode_plain(self, text: str) -> list[int]:
+        if self._collapse_spaces:
+            text = re.sub(" +", " ", text).lstrip(" ").rstrip(" " + SPACE_MARK)
         if self._missing:
             _check_expressible(text, self._missing)
         return self._plain.encode(text, add_special_tokens=False).ids
@@ -206,7 +214,8 @@ def _byte_level(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
     merges = [tuple(merge.split(" ")) for merge in vocabulary.merges]
     for index, merge in enumerate(merges):
         if len(merge) != 2:
-            raise FormatError(f"tokenizer.ggml.merges[{index}]: found {vocabulary.merges[index]!r}, expected two tokens")
+            found = vocabulary.merges[index]
+            raise FormatError(f"tokenizer.ggml.merges[{index}]: found {found!r}, expected two tokens")
     model = _merge_model(entries, merges, vocabulary, ignore_merges=splitting.ignore_merges)
     tokenizer = tokenizers.Tokenizer(model)
     if (normalizer := splitting.normalizer()) is not None:
@@ -226,12 +235,8 @@ def _sentencepiece(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
     options = {"byte_fallback": True, "fuse_unk": True, "unk_token": unknown}
     model = _merge_model(entries, _merges_by_score(vocabulary), vocabulary, **options)
     tokenizer = tokenizers.Tokenizer(model)
-    steps: list[normalizers.Normalizer] = []
-    if vocabulary.remove_extra_whitespaces:
-        steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Strip()]
-    if vocabulary.add_space_prefix is not False:
-        steps.append(normalizers.Prepend(SPACE_MARK))
-    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE_MARK)])
+    prefix = [] if vocabulary.add_space_prefix is False else [normalizers.Prepend(SPACE_MARK)]
+    tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", SPACE_MARK)])
     return tokenizer
 
 
