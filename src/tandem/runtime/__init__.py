@@ -1,0 +1,1 @@
+"""From placed weights to token ids: plan, cache, step, sampler and engine."""
