@@ -1,4 +1,4 @@
-"""The devices that model tests run on: `logits_of(backend, path, chunks)` feeds a file chunk by chunk and returns all logits."""
+"""The devices that model tests run on: `logits_of(backend, path, chunks)` feeds a file chunk by chunk."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from tandem.runtime.weights import load_weights
 
 @dataclass(frozen=True)
 class Backend:
-    """run(path, chunks, kv) -> logits; tolerances: relative RMS error to transformers with F32 and quantized weights."""
+    """run(path, chunks, kv) -> logits; tolerances: relative RMS error to transformers, F32 and quantized weights."""
 
     run: Callable[[str, Sequence[np.ndarray], str | None], np.ndarray]
     tolerance: float

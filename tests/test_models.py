@@ -1,4 +1,4 @@
-"""Models against `transformers` with the same weights, every variant of a file against its canonical form, and refusals.
+"""Models against `transformers` with the same weights, variants of files against their canonical form, and refusals.
 
 `logits_of` runs a file on a backend; the tests that compare logits run on all BACKENDS.
 """
@@ -46,8 +46,8 @@ def relative_error(got, expected):
 
 
 def transformers_logits(path, **config_changes):
-    import torch
-
+    pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
     with torch.no_grad():
         return to_transformers(path, **config_changes)(torch.from_numpy(TOKENS)[None]).logits[0].numpy()
 
@@ -97,7 +97,9 @@ def test_linear_rope_scaling(tiny, backend, arch):
 @pytest.mark.parametrize("arch", ["llama", "qwen3", *HYBRIDS])
 def test_yarn_rope_scaling(tiny, backend, arch):
     scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
-    path = tiny(arch, metadata={f"rope.scaling.{key}": value for key, value in scaling.items()} | {"rope.freq_base": 1e4})
+    path = tiny(
+        arch, metadata={f"rope.scaling.{key}": value for key, value in scaling.items()} | {"rope.freq_base": 1e4}
+    )
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
     if arch in HYBRIDS:
         rope |= {"partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
@@ -157,7 +159,8 @@ def test_gemma3_27b_scales_queries_by_hidden_size_per_head(tiny, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gemma3_attention_softcap_bounds_scores(tiny, backend):
     plain, wide, narrow = (
-        logits_of(backend, tiny("gemma3", metadata={"attn_logit_softcapping": cap}), [TOKENS]) for cap in (None, 1e4, 0.5)
+        logits_of(backend, tiny("gemma3", metadata={"attn_logit_softcapping": cap}), [TOKENS])
+        for cap in (None, 1e4, 0.5)
     )
     assert relative_error(wide, plain) < 1e-4
     assert relative_error(narrow, plain) > 1e-2
@@ -201,7 +204,12 @@ VARIANTS = {
     "MTP block counted in block_count": (HYBRIDS, {"mtp": True}),
     "MTP block with its own embedding and head": (
         HYBRIDS,
-        {"mtp": True, "extra": {f"blk.5.nextn.{name}.weight": np.ones((320, 64)) for name in ("embed_tokens", "shared_head_head")}},
+        {
+            "mtp": True,
+            "extra": {
+                f"blk.5.nextn.{name}.weight": np.ones((320, 64)) for name in ("embed_tokens", "shared_head_head")
+            },
+        },
     ),
     "MTP block without its last norm": (
         HYBRIDS,
@@ -231,14 +239,23 @@ VARIANTS = {
     "everything fused, with MTP": (HYBRIDS, {"fuse": ("attn_qkv", "gate_up_exps"), "mtp": True}),
     "scale companions": (tuple(ARCHS), {"scales": True}),
     "scale companions of MTP blocks": (HYBRIDS, {"scales": True, "mtp": True}),
-    "input_scale companions": (tuple(ARCHS), {"extra": {"blk.0.ffn_gate.input_scale": [2.0], "output.input_scale": [3.0]}}),
+    "input_scale companions": (
+        tuple(ARCHS),
+        {"extra": {"blk.0.ffn_gate.input_scale": [2.0], "output.input_scale": [3.0]}},
+    ),
     "head counts as arrays": (
         HYBRIDS,
         {"metadata": {"attention.head_count": [4] * 5, "attention.head_count_kv": per_block(2)}},
     ),
     "head counts as arrays, with MTP": (
         HYBRIDS,
-        {"mtp": True, "metadata": {"attention.head_count": per_block(4, mtp=1), "attention.head_count_kv": per_block(2, 7, mtp=1)}},
+        {
+            "mtp": True,
+            "metadata": {
+                "attention.head_count": per_block(4, mtp=1),
+                "attention.head_count_kv": per_block(2, 7, mtp=1),
+            },
+        },
     ),
     "expert sizes as an array": (("qwen35moe",), {"metadata": {"expert_feed_forward_length": [64] * 5}}),
     "feed-forward sizes as an array": (("qwen35",), {"metadata": {"feed_forward_length": [128] * 5}}),
@@ -261,7 +278,8 @@ VARIANTS = {
 @pytest.mark.parametrize(("arch", "variant"), [(arch, name) for name, (archs, _) in VARIANTS.items() for arch in archs])
 def test_variant_gives_the_logits_of_the_canonical_form(tiny, backend, arch, variant):
     got, expected = (
-        logits_of(backend, path, [TOKENS[:40], TOKENS[40:41]]) for path in (tiny(arch, **VARIANTS[variant][1]), tiny(arch))
+        logits_of(backend, path, [TOKENS[:40], TOKENS[40:41]])
+        for path in (tiny(arch, **VARIANTS[variant][1]), tiny(arch))
     )
     assert relative_error(got, expected) < 1e-6
 
@@ -300,7 +318,7 @@ def test_expert_sizes_may_differ_between_blocks(tiny, backend):
 @pytest.mark.parametrize("format_name", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ4_XS"])
 @pytest.mark.parametrize("arch", ["llama", "qwen35moe"])
 def test_quantized_files_give_the_logits_of_their_own_numbers(tiny, backend, arch, format_name):
-    """transformers gets the dequantized weights; what remains is the rounding of activations on a device that does it."""
+    """transformers gets the dequantized weights; what remains is the rounding of activations, where a device does it."""
     path = tiny(arch, formats=format_name)
     error = relative_error(logits_of(backend, path, [TOKENS]), transformers_logits(path))
     assert error < BACKENDS[backend].quantized_tolerance
@@ -311,7 +329,11 @@ def test_split_parts_are_views_of_the_mapped_file(tiny):
     with read_gguf(path) as file:
         model = model_for(file.metadata)
         weights = load_weights(file, model, model.Config.from_gguf(file.metadata, file.tensors))
-        for name, whole in (("ffn_up_exps", "ffn_gate_up_exps"), ("attn_v", "attn_qkv"), ("attn_output", "attn_output")):
+        for name, whole in (
+            ("ffn_up_exps", "ffn_gate_up_exps"),
+            ("attn_v", "attn_qkv"),
+            ("attn_output", "attn_output"),
+        ):
             assert np.shares_memory(weights[f"blk.3.{name}.weight"].blocks, file.blocks(f"blk.3.{whole}.weight"))
 
 
@@ -333,9 +355,27 @@ HYBRID_KEYS = {
 }
 # Published models: sizes, tensors without and with MTP, billions of parameters without (None: not published).
 PUBLISHED = {
-    "35B": ("qwen35moe", (40, 2048, 16, 2, 32), {"expert_count": 256, "expert_used_count": 8, "expert": 512}, (733, 753), 34.66),
-    "122B": ("qwen35moe", (48, 3072, 32, 2, 64), {"expert_count": 256, "expert_used_count": 8, "expert": 1024}, (879, 899), 122.11),
-    "397B": ("qwen35moe", (60, 4096, 32, 2, 64), {"expert_count": 512, "expert_used_count": 10, "expert": 1024}, (1098, 1118), 396.35),
+    "35B": (
+        "qwen35moe",
+        (40, 2048, 16, 2, 32),
+        {"expert_count": 256, "expert_used_count": 8, "expert": 512},
+        (733, 753),
+        34.66,
+    ),
+    "122B": (
+        "qwen35moe",
+        (48, 3072, 32, 2, 64),
+        {"expert_count": 256, "expert_used_count": 8, "expert": 1024},
+        (879, 899),
+        122.11,
+    ),
+    "397B": (
+        "qwen35moe",
+        (60, 4096, 32, 2, 64),
+        {"expert_count": 512, "expert_used_count": 10, "expert": 1024},
+        (1098, 1118),
+        396.35,
+    ),
     "9B": ("qwen35", (32, 4096, 16, 4, 32), {"feed_forward_length": 12288}, (427, 442), None),
     "27B": ("qwen35", (64, 5120, 24, 4, 48), {"feed_forward_length": 17408}, (851, 866), None),
 }
@@ -346,15 +386,19 @@ def published_config(name, mtp):
     own = dict(own)
     if size := own.pop("expert", None):
         own |= {"expert_feed_forward_length": size, "expert_shared_feed_forward_length": size}
-    keys = HYBRID_KEYS | own | {
-        "block_count": layers + mtp,
-        "nextn_predict_layers": int(mtp),
-        "embedding_length": hidden,
-        "attention.head_count": heads,
-        "attention.head_count_kv": kv_heads,
-        "ssm.time_step_rank": v_heads,
-        "ssm.inner_size": v_heads * 128,
-    }
+    keys = (
+        HYBRID_KEYS
+        | own
+        | {
+            "block_count": layers + mtp,
+            "nextn_predict_layers": int(mtp),
+            "embedding_length": hidden,
+            "attention.head_count": heads,
+            "attention.head_count_kv": kv_heads,
+            "ssm.time_step_rank": v_heads,
+            "ssm.inner_size": v_heads * 128,
+        }
+    )
     return ARCHS[arch], ARCHS[arch].Config.from_gguf({f"{arch}.{key}": value for key, value in keys.items()}, {})
 
 
@@ -362,9 +406,15 @@ def published_config(name, mtp):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_tables_have_the_tensors_of_the_published_models(name, mtp):
     model, config = published_config(name, mtp)
-    specs = [spec for spec in model.tensors(config) if not spec.name.endswith(("embed_tokens.weight", "shared_head_head.weight"))]
+    specs = [
+        spec
+        for spec in model.tensors(config)
+        if not spec.name.endswith(("embed_tokens.weight", "shared_head_head.weight"))
+    ]
     assert len(specs) == PUBLISHED[name][3][mtp]
-    assert {spec.role == "mtp" for spec in specs if spec.name.startswith(f"blk.{config.num_layers}.")} == ({True} if mtp else set())
+    assert {spec.role == "mtp" for spec in specs if spec.name.startswith(f"blk.{config.num_layers}.")} == (
+        {True} if mtp else set()
+    )
     billions = PUBLISHED[name][4]
     if billions and not mtp:
         assert sum(np.prod(spec.shape) for spec in specs) / 1e9 == pytest.approx(billions, abs=0.005)
@@ -375,14 +425,18 @@ def test_state_of_the_35b_is_what_the_facts_say():
     states = model.state(config)
     recurrent = [state for state in states if isinstance(state, DeltaState)]
     assert (len(states), len(recurrent)) == (40, 30)
-    assert {(s.num_v_heads, s.key_dim, s.value_dim, s.conv_channels, s.conv_width) for s in recurrent} == {(32, 128, 128, 8192, 4)}
+    assert {(s.num_v_heads, s.key_dim, s.value_dim, s.conv_channels, s.conv_width) for s in recurrent} == {
+        (32, 128, 128, 8192, 4)
+    }
     assert all(isinstance(state, DeltaState) == ((i + 1) % 4 != 0) for i, state in enumerate(states))
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_tables_name_every_tensor_once_and_with_a_known_role(arch):
     roles = {"embed", "head", "norm", "attention", "recurrent", "ffn", "router", "shared", "expert", "mtp"}
-    metadata = {k: np.array(v) if isinstance(v, list) else v for k, v in tiny_metadata(arch, mtp=arch in HYBRIDS).items()}
+    metadata = {
+        k: np.array(v) if isinstance(v, list) else v for k, v in tiny_metadata(arch, mtp=arch in HYBRIDS).items()
+    }
     config = ARCHS[arch].Config.from_gguf(metadata, {})
     specs = list(ARCHS[arch].tensors(config))
     assert len({spec.name for spec in specs}) == len(specs)
@@ -452,7 +506,9 @@ def test_a_fused_tensor_beside_its_parts_is_refused(tiny):
         shape, kind, packed = tensors["blk.0.attn_q.weight"]
         tensors["blk.0.attn_qkv.weight"] = ((256, 128), kind, np.zeros(256 * 128 * 4, np.uint8))
 
-    assert "blk.0.attn_qkv.weight and blk.0.attn_q.weight are both in the file" in refusal(tiny("llama", edit=keep_both))
+    assert "blk.0.attn_qkv.weight and blk.0.attn_q.weight are both in the file" in refusal(
+        tiny("llama", edit=keep_both)
+    )
 
 
 def test_a_fused_tensor_of_another_shape_is_named(tiny):

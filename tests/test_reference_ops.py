@@ -1,4 +1,4 @@
-"""Properties of the reference ops that hold whatever the numbers: they are the meaning the C++ twins are tested against."""
+"""Properties of the reference ops that hold whatever the numbers: they are what the C++ twins are tested against."""
 
 import gguf
 import numpy as np

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from tandem.gguf import GGML_TYPES, read_gguf, write_gguf
+from tandem.gguf import read_gguf, write_gguf
 from tandem.models import ARCHS, model_for
 from tandem.models.base import TensorSpec
-from tandem.quant import FORMATS, format_by_name, unpack_tensor
+from tandem.quant import format_by_name, unpack_tensor
 from tandem.runtime.weights import load_weights
 
 Formats = str | Mapping[str, str]
@@ -90,8 +90,8 @@ del _WIDE["qwen35moe"]["feed_forward_length"]
 def write_tiny(arch: str, path: str | Path, formats: Formats = "F32", seed: int = 0, **variations) -> Path:
     """Write a tiny random model and return its path. The same seed gives every tensor the same values in all variants.
 
-    formats: type of all matrices, or a mapping from tensor name, role or "*" to a type; vectors, convolutions and (unless
-    named) routers stay F32. variations: see `_vary`; `metadata` changes keys (None removes one).
+    formats: type of all matrices, or a mapping from tensor name, role or "*" to a type; vectors, convolutions and
+    (unless named) routers stay F32. variations: see `_vary`; `metadata` changes keys (None removes one).
     """
     metadata = tiny_metadata(arch, formats, mtp=variations.get("mtp", False), **variations.pop("metadata", {}))
     config = ARCHS[arch].Config.from_gguf(_as_read(metadata), {})
@@ -236,7 +236,14 @@ def _halve(tensors: Tensors) -> Iterator[tuple[str, tuple]]:
             continue
         factors = np.full(shape[0] if len(shape) == 3 else 1, 2, np.float32)
         factors[1::2] = 4
-        yield name, (shape, 0, (packed.view(np.float32).reshape(len(factors), -1) / factors[:, None]).view(np.uint8).reshape(-1))
+        yield (
+            name,
+            (
+                shape,
+                0,
+                (packed.view(np.float32).reshape(len(factors), -1) / factors[:, None]).view(np.uint8).reshape(-1),
+            ),
+        )
         yield name.removesuffix(".weight") + ".scale", pack(factors, "F32")
 
 
@@ -391,7 +398,7 @@ def _hybrid_config(trunk) -> dict:
 
 
 def grouped_heads(x: np.ndarray, delta, rows_per_head: int) -> np.ndarray:
-    """Undo the reorder of value heads along axis 0: file order j reads key head j % K, grouped order keeps them together."""
+    """Undo the reorder of value heads along axis 0: from head j with key head j % K to heads grouped by key head."""
     repeats = delta.num_v_heads // delta.num_k_heads
     heads = x.reshape(repeats, delta.num_k_heads, rows_per_head, *x.shape[1:])
     return heads.swapaxes(0, 1).reshape(x.shape)

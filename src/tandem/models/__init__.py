@@ -14,7 +14,9 @@ def model_for(metadata: Mapping[str, Any]) -> ModuleType:
     """The model file (see `models.base`) for a GGUF's metadata; raises FormatError for an architecture without one."""
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
-        raise FormatError(f"metadata key general.architecture is {architecture!r}, expected the name of an architecture")
+        raise FormatError(
+            f"metadata key general.architecture is {architecture!r}, expected the name of an architecture"
+        )
     if architecture not in ARCHS:
         raise FormatError(f"architecture {architecture!r} is not supported{nearest(architecture, ARCHS)}")
     return ARCHS[architecture]

@@ -1,5 +1,5 @@
-"""`gemma3`: text part of Gemma 3. Five sliding-window layers, then one global layer, each with its own rope; norms before
-and after attention and feed-forward; scaled embedding. Source: Gemma 3, arXiv 2503.19786. Norm weights hold 1 + w.
+"""`gemma3`: text part of Gemma 3. Five sliding-window layers, then one global layer, each kind with its own rope; norms
+before and after attention and feed-forward; scaled embedding. Norm weights hold 1 + w. Source: arXiv 2503.19786.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,8 @@
 """What the Qwen3.5 family shares: layers of gated DeltaNet, every few of gated full attention; an MTP block after them.
 
-`qwen35` and `qwen35moe` add their feed-forward. Norm weights hold 1 + w (but `ssm_norm`), `ssm_a` is -exp(A_log), value
-head j uses key head j % num_k_heads. Sources: Gated Delta Networks, arXiv 2412.06464; Gated Attention, arXiv 2505.06708.
+`qwen35` and `qwen35moe` add their feed-forward. In files, norm weights hold 1 + w (but `ssm_norm`), `ssm_a` is
+-exp(A_log), and value head j uses key head j % num_k_heads.
+Sources: Gated Delta Networks, arXiv 2412.06464; Gated Attention, arXiv 2505.06708.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -116,7 +117,7 @@ def _delta(keys: Keys) -> Delta:
 
 
 def _check_sections(keys: Keys) -> None:
-    """Sections assign rope pairs to time, height and width; for text the three positions are one, so only form counts."""
+    """Sections give rope pairs to time, height and width; for text the three positions are one, so any will do."""
     sections = keys.array("rope.dimension_sections", [0, 0, 0])
     if len(sections) not in (3, 4):
         raise FormatError(
@@ -125,7 +126,7 @@ def _check_sections(keys: Keys) -> None:
 
 
 def mixer_tensors(trunk: Trunk, index: int) -> Iterator[TensorSpec]:
-    """Norms and mixer of block `index`; in an MTP block everything has role "mtp", as nothing of it runs in the trunk."""
+    """Norms and mixer of block `index`; in an MTP block everything has role "mtp": nothing of it runs in the trunk."""
     block, hidden = f"blk.{index}.", trunk.hidden_size
     mtp = index >= trunk.num_layers
     norm = "mtp" if mtp else "norm"
@@ -199,9 +200,7 @@ def forward(ops: Ops, trunk: Trunk, weights: Mapping[str, Weight], feed_forward:
     return blocks.head(ops, x, weights, eps)
 
 
-def gated_attention(
-    ops: Ops, normed: Rows, residual: Rows, block: Block, layer: int, trunk: Trunk, rope: Rope
-) -> Rows:
+def gated_attention(ops: Ops, normed: Rows, residual: Rows, block: Block, layer: int, trunk: Trunk, rope: Rope) -> Rows:
     """residual + attention whose heads are each multiplied by a sigmoid gate, projected."""
     spec = trunk.attention
     q_and_gate, k, v = ops.matmul(normed, block["attn_q"], block["attn_k"], block["attn_v"])

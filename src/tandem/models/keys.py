@@ -31,7 +31,9 @@ class Keys:
 
     def text(self, key: str, default: Any = _REQUIRED) -> Any:
         """A string, or the default."""
-        return self._look_up(key, default, lambda value: value if isinstance(value, str) else self._bad(key, "a string"))
+        return self._look_up(
+            key, default, lambda value: value if isinstance(value, str) else self._bad(key, "a string")
+        )
 
     def per_layer(self, key: str, default: Any = _REQUIRED, *, least: int = 1) -> Any:
         """A whole number for each block: an array of block_count entries, or one number that holds for all."""

@@ -69,14 +69,14 @@ def _one_chunk(q, k, v, log_decay, beta, state):
     later = np.tri(v.shape[1], dtype=bool)
     # Masked before exp: above the diagonal the exponent is positive and may overflow.
     decay = np.exp(np.where(later, log_total[:, :, None] - log_total[:, None, :], -np.inf))
-    system = np.where(np.tri(v.shape[1], k=-1, dtype=bool), beta[:, :, None] * (k @ k.mT) * decay, 0)
+    system = np.where(np.tri(v.shape[1], k=-1, dtype=bool), beta[:, :, None] * (k @ k.swapaxes(1, 2)) * decay, 0)
     system += np.eye(v.shape[1], dtype=v.dtype)
     from_state = (k * np.exp(log_total)[:, :, None]) @ state
     changes = np.linalg.solve(system, beta[:, :, None] * (v - from_state))  # [H, C, Dv]
-    y = (q * np.exp(log_total)[:, :, None]) @ state + (q @ k.mT * decay) @ changes
+    y = (q * np.exp(log_total)[:, :, None]) @ state + (q @ k.swapaxes(1, 2) * decay) @ changes
     left = np.exp(log_total[:, -1:] - log_total)  # decay from token i to the chunk's end
     state *= np.exp(log_total[:, -1])[:, None, None]
-    state += (k * left[:, :, None]).mT @ changes
+    state += (k * left[:, :, None]).swapaxes(1, 2) @ changes
     return y
 
 

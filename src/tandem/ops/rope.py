@@ -17,8 +17,8 @@ def yarn(
 ) -> tuple[np.ndarray, float]:
     """YaRN: frequencies float32 [n/2] for a context `factor` times longer, and the factor on the rotated values.
 
-    Pairs that turn more than beta_fast times within trained_ctx keep their frequency, pairs that turn less than beta_slow
-    times are slowed by `factor`, in between a linear ramp over the pair index. Source: arXiv 2309.00071.
+    Pairs that turn more than beta_fast times within trained_ctx keep their frequency, pairs that turn less than
+    beta_slow times are slowed by `factor`, in between a linear ramp over the pair index. Source: arXiv 2309.00071.
     """
     dims = 2 * len(inv_freq)
 
@@ -33,7 +33,7 @@ def yarn(
 
 
 def rotate(x: np.ndarray, positions: np.ndarray, head_dim: int, rope: Rope) -> np.ndarray:
-    """Turn pair i of each head of x [T, heads * head_dim] by positions * inv_freq[i]; dims past the pairs pass through."""
+    """Turn pair i of each head of x [T, heads * head_dim] by positions * inv_freq[i]; other dims pass through."""
     pairs = len(rope.inv_freq)
     heads = x.reshape(x.shape[0], -1, head_dim)
     # Angles in float64: a float32 product of a position near 10^5 is off by 0.01 rad.

@@ -17,7 +17,7 @@ from tandem.models.keys import close_name
 from tandem.ops.base import Weight
 from tandem.quant import FORMATS, unpack_tensor
 
-# Calibrated scales of activations for hardware that multiplies FP4 by FP4. Activations are scaled by their own size here.
+# Calibrated scales of activations for hardware that multiplies FP4 by FP4; here activations give their own scales.
 IGNORED_SUFFIXES = (".input_scale",)
 
 
@@ -36,7 +36,9 @@ def load_weights(file: GGUFFile, model: ModuleType, config: Any) -> dict[str, We
         if spec.name in file.tensors:
             weights[spec.name] = _read(file, spec, unread)
         elif spec.required and spec.name not in weights:
-            raise FormatError(f"{spec.name} is missing: a {_architecture(file)} file needs it with shape {_shown(spec.shape)}")
+            raise FormatError(
+                f"{spec.name} is missing: a {_architecture(file)} file needs it with shape {_shown(spec.shape)}"
+            )
     if "output.weight" in specs:
         weights.setdefault("output.weight", weights["token_embd.weight"])
     _refuse_left_over(unread, specs, _architecture(file))
@@ -97,7 +99,9 @@ def _scale(file: GGUFFile, spec: TensorSpec, unread: set[str]) -> np.ndarray | N
     return unpack_tensor(file.blocks(name), tensor.ggml_type, (values,))
 
 
-def _split(file: GGUFFile, fusion: Fused, specs: dict[str, TensorSpec], unread: set[str]) -> Iterator[tuple[str, Weight]]:
+def _split(
+    file: GGUFFile, fusion: Fused, specs: dict[str, TensorSpec], unread: set[str]
+) -> Iterator[tuple[str, Weight]]:
     """The parts of a fused tensor: slices along its rows, without a copy."""
     doubled = next((part for part in fusion.parts if part in file.tensors), None)
     if doubled:
