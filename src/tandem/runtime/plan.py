@@ -15,6 +15,7 @@ from tandem.machine import Machine
 from tandem.models import model_for
 from tandem.models.base import DeltaState, KvState
 from tandem.ops.state_cpu import size_bytes as state_bytes
+from tandem.runtime.step import MAX_ROWS
 
 DEFAULT_CTX = 8192
 CHECKPOINTS = 8
@@ -47,17 +48,17 @@ class ModelSummary:
 
     def state_bytes(self, ctx: int, kv: str) -> int:
         """Bytes of one sequence's cache and recurrent state at that context."""
-        return state_bytes(self.specs, ctx, kv)
+        return state_bytes(self.specs, ctx, kv, MAX_ROWS)
 
     @property
     def recurrent_bytes(self) -> int:
         """Bytes of one checkpoint of the recurrent layers; 0 for pure attention models."""
-        return state_bytes(tuple(s for s in self.specs if isinstance(s, DeltaState)), 1, "f16")
+        return state_bytes(tuple(s for s in self.specs if isinstance(s, DeltaState)), 1, "f16", MAX_ROWS)
 
     def kv_bytes_per_token(self, kv: str) -> int:
         """Cache bytes that one more token of context costs (windowed layers not counted: theirs are fixed)."""
         growing = tuple(s for s in self.specs if isinstance(s, KvState) and s.window is None)
-        return state_bytes(growing, 2048, kv) // 1024 - state_bytes(growing, 1024, kv) // 1024 if growing else 0
+        return (state_bytes(growing, 2048, kv, MAX_ROWS) - state_bytes(growing, 1024, kv, MAX_ROWS)) // 1024
 
 
 @dataclass(frozen=True)

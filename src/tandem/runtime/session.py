@@ -22,7 +22,7 @@ class Checkpoint:
     """Recurrent state after the first `length` tokens of the session's list."""
 
     length: int
-    recurrent: list[np.ndarray]
+    recurrent: np.ndarray
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
@@ -38,6 +38,7 @@ class Session:
     def __init__(self, runner: Runner, specs: Sequence, ctx: int, kv: str, max_checkpoints: int):
         self.runner, self.ctx, self.max_checkpoints = runner, ctx, max_checkpoints
         self.state = CpuState(specs, ctx, kv, runner.max_rows)
+        self.recurrent = self.state.recurrent.size > 0
         self.tokens: list[int] = []
         self.checkpoints: list[Checkpoint] = []
         self._interrupted = False
@@ -95,7 +96,7 @@ class Session:
 
     def clear(self) -> None:
         """Forgets everything; keeps the memory."""
-        self.state.reset()
+        self.state.clear()
         self.tokens, self.checkpoints = [], []
         self._interrupted = False
 
@@ -107,7 +108,7 @@ class Session:
         self._last_row = len(tokens) - 1
 
     def _checkpoint(self) -> None:
-        if not self.state.recurrent or any(c.length == len(self.tokens) for c in self.checkpoints):
+        if not self.recurrent or any(c.length == len(self.tokens) for c in self.checkpoints):
             return
         if len(self.checkpoints) >= self.max_checkpoints:
             del self.checkpoints[self._least_useful()]
@@ -126,7 +127,7 @@ class Session:
         shared = min(common_prefix(self.tokens, tokens), len(tokens) - 1)
         if shared == len(self.tokens):
             return shared
-        if self.state.recurrent:
+        if self.recurrent:
             self.checkpoints = [c for c in self.checkpoints if c.length <= shared]
             shared = self.checkpoints[-1].length if self.checkpoints else 0
         if not self.state.can_cut(len(self.tokens), shared):
@@ -134,7 +135,7 @@ class Session:
         if shared == 0:
             self.clear()
             return 0
-        if self.state.recurrent:
+        if self.recurrent:
             self.state.restore(self.checkpoints[-1].recurrent)
         del self.tokens[shared:]
         return shared
