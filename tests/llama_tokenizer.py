@@ -20,7 +20,10 @@ class LlamaTokenizer:
         if importlib.util.find_spec("xllamacpp") is None:
             raise ImportError("xllamacpp is not installed")
         self._child = subprocess.Popen(
-            [sys.executable, __file__, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            [sys.executable, __file__, str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
         )
         ready = self._child.stdout.readline()
         if ready != b"ready\n":

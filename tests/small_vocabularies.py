@@ -16,7 +16,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2 = LLAMA3.replace("{1,3}", "")
 QWEN35 = QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
@@ -63,7 +64,8 @@ def byte_level(pre: str, size: int = 900) -> dict[str, object]:
     # No merge makes the last one: only a splitting that looks up whole words gives it.
     tokens = [*sorted(model["vocab"], key=model["vocab"].get), "Ġzebra"]
     merges = [" ".join(merge) if isinstance(merge, list) else merge for merge in model["merges"]]
-    special = [("<|endoftext|>", CONTROL), ("<|im_start|>", CONTROL), ("<|im_end|>", CONTROL), ("<think>", USER_DEFINED)]
+    special = [(name, CONTROL) for name in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")]
+    special.append(("<think>", USER_DEFINED))
     types = [NORMAL] * len(tokens) + [kind for _, kind in special] + [UNUSED]
     return {
         "general.architecture": "llama",

@@ -1,7 +1,8 @@
 """How text is cut into words before byte-level BPE merges run, one entry per `tokenizer.ggml.pre` name.
 
 In: the name from the file. Out: a `Splitting` that builds the normalizer and the pre-tokenizer of the original
-tokenizer. The patterns are part of each vocabulary's definition: a wrong one yields valid ids that the model was never trained on.
+tokenizer. The patterns are part of each vocabulary's definition: a wrong one yields valid ids that the model was never
+trained on.
 """
 
 from collections.abc import Callable

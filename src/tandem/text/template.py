@@ -112,8 +112,8 @@ class ChatTemplate:
         """The prompt text for `messages`, to be encoded with parse_special=True and add_special=False.
 
         messages, tools and extra (for example enable_thinking=False) reach the template as they are, except that keys
-        of messages whose value is None are left out. If the template fails on them, it is tried once more with a missing
-        `content` as "", content that is a list of text parts as one text, and JSON text in `arguments` as an object.
+        of messages whose value is None are left out. If the template fails on them, it is tried once more with a
+        missing `content` as "", a list of text parts as one text, and JSON text in `arguments` as an object.
         Raises TemplateError: no template, broken template, values that are not JSON, limits exceeded.
         """
         if self.source is None:

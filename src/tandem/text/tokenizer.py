@@ -17,7 +17,6 @@ from tandem.text.decoder import IncrementalDecoder
 from tandem.text.pretokenizers import splitting_named
 from tandem.text.vocabulary import (
     BYTE,
-    CONTROL,
     NORMAL,
     UNUSED,
     USER_DEFINED,
