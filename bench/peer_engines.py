@@ -1,8 +1,8 @@
 """One engine in one process: the worker behind `peers.py` and the agreement test.
 
-In: JSON commands, one a line, on standard input. Out: one JSON answer a line on the first standard output; whatever the
-libraries print goes to standard error. llama.cpp and ik_llama.cpp are driven through their C interfaces by ctypes, because
-their Python classes neither give the logits of every position nor let the caller time a forward pass alone.
+In: JSON commands, one a line, on standard input. Out: one JSON answer a line on standard output; whatever the libraries
+print goes to standard error. llama.cpp and ik_llama.cpp are driven through their C interfaces by ctypes, because their
+Python classes neither give the logits of every position nor let the caller time a forward pass alone.
 """
 
 import ctypes
@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol
 
@@ -127,7 +128,6 @@ class LlamaCpp(_LlamaLibrary):
         folder = Path(package.__file__).parent
         library = ctypes.CDLL(str(next(folder.glob("xllamacpp*.so"))))
         super().__init__(library)
-        from importlib.metadata import version
         self.version = version("xllamacpp")
         log = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
         self._log = log(lambda level, text, _: sys.stderr.write(text.decode(errors="replace")) if level == 4 else None)
@@ -165,7 +165,7 @@ def _defaults(function: ctypes._CFuncPtr) -> _Opaque:
 
 
 def _context_settings(library: ctypes.CDLL, context_tokens: int, threads: int) -> _Opaque:
-    """Default settings with context, batch and threads set, found by their default values so that a moved field is noticed."""
+    """Default settings with context, batch and threads set, found by their defaults so that a moved field shows."""
     settings = _defaults(library.llama_context_default_params)
     words = settings.words
     threads_at = [i for i in range(3, 16) if words[i] == words[i + 1] == 4]
@@ -183,7 +183,6 @@ class IkLlama(_LlamaLibrary):
     def __init__(self, path: str, context_tokens: int, threads: int) -> None:
         api = importlib.import_module("ik_llama_cpp._ctypes_api")
         super().__init__(api._lib)
-        from importlib.metadata import version
         self.version = version("ik-llama-cpp-python")
         api.llama_backend_init()
         model = api.llama_model_load_from_file(os.fsencode(path), api.llama_model_default_params())
@@ -204,12 +203,14 @@ class IkLlama(_LlamaLibrary):
 
 
 def measure(engine: Engine, prefill_tokens: int, depth: int, decode_tokens: int) -> dict[str, float]:
-    """Tokens/s of a prefill from empty, and of one-token steps after `depth` tokens; nothing is sampled."""
-    prompt = random_ids(prefill_tokens, engine.vocab_size, seed=1)
-    engine.clear()
-    started = time.perf_counter()
-    engine.feed(prompt)
-    prefill_s = time.perf_counter() - started
+    """Tokens/s of a prefill from empty (0 if no tokens), then of one-token steps after `depth` tokens."""
+    prefill_tok_s = 0.0
+    if prefill_tokens:
+        engine.clear()
+        prompt = random_ids(prefill_tokens, engine.vocab_size, seed=1)
+        started = time.perf_counter()
+        engine.feed(prompt)
+        prefill_tok_s = prefill_tokens / (time.perf_counter() - started)
     engine.clear()
     if depth:
         engine.feed(random_ids(depth, engine.vocab_size, seed=2))
@@ -217,7 +218,7 @@ def measure(engine: Engine, prefill_tokens: int, depth: int, decode_tokens: int)
     started = time.perf_counter()
     for i in range(decode_tokens):
         engine.feed(steps[i:i + 1])
-    return {"prefill_tok_s": prefill_tokens / prefill_s, "decode_tok_s": decode_tokens / (time.perf_counter() - started)}
+    return {"prefill_tok_s": prefill_tok_s, "decode_tok_s": decode_tokens / (time.perf_counter() - started)}
 
 
 class _TandemWorker:
