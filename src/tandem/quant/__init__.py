@@ -64,9 +64,9 @@ def unpack_tensor(blocks: np.ndarray, ggml_type: int, shape: Sequence[int]) -> n
 def pack_tensor(values: np.ndarray, ggml_type: int) -> np.ndarray:
     """A whole tensor as uint8 [bytes] in file order.
 
-    values: real numbers, any shape whose last dimension is whole blocks. Scales beyond f16 saturate.
+    values: real numbers, any shape whose last dimension is whole blocks. F16 rounds what is over 65504 to infinity.
     Raises FormatError for a type that we cannot write, rows that are not whole blocks, and, for quantized types, for
-    NaN or infinity, which no code stands for.
+    NaN, infinity and magnitudes over `Format.largest`, which no code stands for.
     """
     form = _format(ggml_type)
     if form.pack is None:
@@ -81,8 +81,9 @@ def pack_tensor(values: np.ndarray, ggml_type: int) -> np.ndarray:
     with np.errstate(over="ignore"):
         for start in range(0, len(rows), step):
             part = rows[start : start + step].astype(np.float32)
-            if form.block_values > 1 and not np.isfinite(part).all():
-                raise FormatError(f"{form.name} cannot hold NaN or infinity, found in values of shape {values.shape}")
+            if form.block_values > 1 and not (np.abs(part) <= form.largest).all():
+                worst = part[~(np.abs(part) <= form.largest)][0]
+                raise FormatError(f"{form.name} holds magnitudes up to {form.largest:g}, found {worst}")
             out[start : start + step] = form.pack(part)
     return out.reshape(-1)
 

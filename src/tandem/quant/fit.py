@@ -93,14 +93,16 @@ def _line(codes: np.ndarray, values: np.ndarray, weights: np.ndarray, *, positiv
     weighted = weights * codes
     n, sx = weights.sum(axis=-1, keepdims=True), _dot(weights, values)
     sq, sqq, sqx = weighted.sum(axis=-1, keepdims=True), _dot(weighted, codes), _dot(weighted, values)
-    determinant = inverse(n * sqq - sq * sq)
-    scale, offset = (n * sqx - sq * sx) * determinant, (sqq * sx - sq * sqx) * determinant
+    determinant = n * sqq - sq * sq
+    # Equal codes leave one unknown: their common value. It is all offset if the code is 0 or the offset is free.
+    equal = determinant <= 1e-6 * n * sqq
+    factor = inverse(np.where(equal, 0, determinant))
+    scale, offset = (n * sqx - sq * sx) * factor, (sqq * sx - sq * sqx) * factor
+    offset = np.where(equal & (positive | (sqq == 0)), sx * inverse(n), offset)
     if not positive:
-        through_zero = (offset > 0) | (determinant == 0)
+        through_zero = (offset > 0) | equal & (sqq > 0)
         scale = np.where(through_zero, sqx * inverse(sqq), scale)
         offset = np.where(through_zero, 0, offset)
-    elif (determinant == 0).any():
-        offset = np.where(determinant == 0, sx * inverse(n), offset)
     difference = scale * codes + offset - values
     return scale, offset, _dot(weights * difference, difference)
 

@@ -1,5 +1,7 @@
 """Plain float types: F32, F16, BF16. One value is one block."""
 
+from math import inf
+
 import numpy as np
 
 from tandem.quant.format import define
@@ -47,7 +49,7 @@ def _settle_with(pack):
 
 
 FORMATS = (
-    define("F32", unpack_f32, _settle_with(pack_f32), pack_f32),
-    define("F16", unpack_f16, _settle_with(pack_f16), pack_f16),
-    define("BF16", unpack_bf16, _settle_with(pack_bf16), pack_bf16),
+    define("F32", unpack_f32, _settle_with(pack_f32), pack_f32, largest=inf),
+    define("F16", unpack_f16, _settle_with(pack_f16), pack_f16, largest=inf),
+    define("BF16", unpack_bf16, _settle_with(pack_bf16), pack_bf16, largest=inf),
 )

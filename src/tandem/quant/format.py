@@ -23,6 +23,7 @@ class Format:
 
     unpack: uint8 [n, block_bytes] -> float32 [n, block_values]. pack: the reverse, for finite float32, or None.
     settle: overwrites the scales inside random blocks with moderate finite ones, in place.
+    largest: magnitude up to which `pack` keeps its error; what is beyond saturates, so `pack_tensor` refuses it.
     """
 
     name: str
@@ -32,12 +33,13 @@ class Format:
     unpack: Unpack
     pack: Pack | None
     settle: Settle
+    largest: float = 65504.0
 
 
-def define(name: str, unpack: Unpack, settle: Settle, pack: Pack | None = None) -> Format:
+def define(name: str, unpack: Unpack, settle: Settle, pack: Pack | None = None, **limits: float) -> Format:
     """The Format of a type, with the geometry that the GGUF reader states for that name."""
     geometry = GGML_TYPES[_IDS[name]]
-    return Format(name, _IDS[name], geometry.block_values, geometry.block_bytes, unpack, pack, settle)
+    return Format(name, _IDS[name], geometry.block_values, geometry.block_bytes, unpack, pack, settle, **limits)
 
 
 def split_bits(packed: np.ndarray, bits: int, run: int) -> np.ndarray:

@@ -12,8 +12,9 @@ from tandem.quant.fit import as_half, inverse
 from tandem.quant.format import half_bytes, join_bits
 from tandem.quant.iquant_grids import GRIDS, KSIGNS
 
-# Rows compared with the codebook at a time: scores of 512 x 2048 float32 are 4 MB.
-_PIECE = 512
+# Multiplications in one product with the codebook: at most so many that OpenBLAS stays on this thread (several busy
+# processes that each start threads wait for each other), and that the scores stay in the cache.
+_PIECE = 1 << 18
 
 # units float32 [m, group] -> (their nearest values float32 [m, group], arrays of codes)
 _Coder = Callable[[np.ndarray], tuple[np.ndarray, list[np.ndarray]]]
@@ -35,10 +36,11 @@ def _search(grid: np.ndarray, vectors: np.ndarray) -> np.ndarray:
     rows = grid.astype(np.float32)
     bias = (rows * rows).sum(axis=1) / 2
     found = np.empty(len(vectors), np.int64)
-    for start in range(0, len(vectors), _PIECE):
-        scores = vectors[start : start + _PIECE] @ rows.T
+    step = _PIECE // rows.size
+    for start in range(0, len(vectors), step):
+        scores = vectors[start : start + step] @ rows.T
         scores -= bias
-        found[start : start + _PIECE] = scores.argmax(axis=1)
+        found[start : start + step] = scores.argmax(axis=1)
     return found
 
 
@@ -100,23 +102,20 @@ def _share(groups: np.ndarray, code: _Coder, own: np.ndarray, top: int) -> tuple
     n, count, group = groups.shape
     own = own.reshape(n, count)
     d = own.max(axis=1, keepdims=True) / np.float32(2 * top + 1)
-    best = np.clip(np.rint((own * inverse(d) - 1) / 2), 0, top).astype(np.int64)
-    for _ in range(2):
-        best_error = np.full(own.shape, np.inf)
-        best_units = np.zeros(groups.shape, np.float32)
-        middle = best
-        for move in (0, -1, 1):
-            tried = np.clip(middle + move, 0, top)
-            scale = d * (2 * tried + 1).astype(np.float32)
-            values, _ = code((groups * inverse(scale)[:, :, None]).reshape(-1, group))
-            values = values.reshape(groups.shape)
-            error = ((scale[:, :, None] * values - groups) ** 2).sum(axis=2)
-            better = error < best_error
-            best, best_error = np.where(better, tried, best), np.where(better, error, best_error)
-            np.copyto(best_units, values, where=better[:, :, None])
-        steps = best_units * (2 * best + 1).astype(np.float32)[:, :, None]
-        refit = (steps * groups).sum(axis=(1, 2)) * inverse((steps * steps).sum(axis=(1, 2)))
-        d = np.where(refit[:, None] > 0, refit[:, None], d)
+    nearest = np.clip(np.rint((own * inverse(d) - 1) / 2), 0, top).astype(np.int64)
+    best, best_error = nearest, np.full(own.shape, np.inf)
+    units = np.zeros(groups.shape, np.float32)
+    for move in (0, -1, 1):
+        tried = np.clip(nearest + move, 0, top)
+        scale = d * (2 * tried + 1).astype(np.float32)
+        values = code((groups * inverse(scale)[:, :, None]).reshape(-1, group))[0].reshape(groups.shape)
+        error = ((scale[:, :, None] * values - groups) ** 2).sum(axis=2)
+        better = error < best_error
+        best, best_error = np.where(better, tried, best), np.where(better, error, best_error)
+        np.copyto(units, values, where=better[:, :, None])
+    units *= (2 * best + 1).astype(np.float32)[:, :, None]
+    refit = ((units * groups).sum(axis=(1, 2)) * inverse((units * units).sum(axis=(1, 2))))[:, None]
+    d = np.where(refit > 0, refit, d)
     return d, best
 
 

@@ -38,9 +38,10 @@ def unpack_q8_0(blocks: np.ndarray) -> np.ndarray:
     return repeat_scales(read_half(blocks, 0), blocks[:, 2:].view(np.int8))
 
 
-# Where the largest value of a block may land: both signs, since the codes reach one step further below zero.
-_TARGETS_4 = (-9, -8.5, -8, -7.5, -7, -6.5, 6.5, 7, 7.5, 8)
-_TARGETS_5 = (-17, -16.5, -16, -15.5, -15, 15, 15.5, 16)
+# Where the largest value of a block may land: both signs, since the codes reach one step further below zero; no halves,
+# where rounding errors would decide the code.
+_TARGETS_4 = (-9, -8.45, -8, -7.45, -7, -6.45, 6.45, 7, 7.45, 8)
+_TARGETS_5 = (-17, -16.45, -16, -15.45, -15, 15, 15.45, 16)
 
 
 def _symmetric_codes(values: np.ndarray, half_range: int, targets) -> tuple[np.ndarray, np.ndarray]:
@@ -53,8 +54,12 @@ def _symmetric_codes(values: np.ndarray, half_range: int, targets) -> tuple[np.n
 def _line_codes(values: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(d, m) [n, 1] exact in f16 and codes 0..top of least squared error for d * code + m."""
     spans = (top - 1.5, top - 1, top - 0.5, top, top + 0.5, top + 1)
-    d, m = map(as_half, fit_line(values, np.ones_like(values), top, spans, positive=True))
-    return d, m, clip_to(0, top)((values - m) * inverse(d)).astype(np.uint8)
+    nearest = clip_to(0, top)
+    d, m = fit_line(values, np.ones_like(values), top, spans, positive=True)
+    d = as_half(d)
+    # The offset takes up what rounding the scale to f16 has moved.
+    m = as_half((values - d * nearest((values - m) * inverse(d))).mean(axis=1, keepdims=True))
+    return d, m, nearest((values - m) * inverse(d)).astype(np.uint8)
 
 
 def pack_q4_0(values: np.ndarray) -> np.ndarray:

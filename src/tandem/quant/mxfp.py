@@ -62,7 +62,7 @@ def pack_mxfp4(values: np.ndarray) -> np.ndarray:
 
 
 def pack_nvfp4(values: np.ndarray) -> np.ndarray:
-    """The E4M3 scales of least squared error near largest / 6. For a per-tensor scale of 1: holds up to 2688."""
+    """The E4M3 scales of least squared error near largest / 6. For a per-tensor scale of 1."""
     groups = values.reshape(len(values), 4, 16)
     steps = half_e4m3(np.arange(127, dtype=np.uint8))
     first = np.searchsorted(steps, np.abs(groups).max(axis=-1) / 12)
@@ -81,5 +81,5 @@ def _settle_nvfp4(blocks: np.ndarray, rng: np.random.Generator) -> None:
 
 FORMATS = (
     define("MXFP4", unpack_mxfp4, _settle_mxfp4, pack_mxfp4),
-    define("NVFP4", unpack_nvfp4, _settle_nvfp4, pack_nvfp4),
+    define("NVFP4", unpack_nvfp4, _settle_nvfp4, pack_nvfp4, largest=2688.0),
 )
