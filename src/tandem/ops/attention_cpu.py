@@ -1,0 +1,54 @@
+"""Records attention over the cache: the argument struct of attention.cpp."""
+
+import ctypes
+
+import numpy as np
+
+from tandem.errors import ShapeError
+from tandem.ops.base import Attention
+from tandem.ops.program import Buffer, Program
+
+ROW_BATCH = 8  # rows that the few-rows form works on at a time, as in attention.cpp
+MAX_CHUNKS = 33
+
+
+class AttentionArgs(ctypes.Structure):
+    """Mirror of AttentionArgs in attention.cpp."""
+
+    _fields_ = [
+        ("q", ctypes.c_void_p),
+        ("k", ctypes.c_void_p),
+        ("v", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("partial", ctypes.c_void_p),
+        ("layer", ctypes.c_int32),
+        ("heads", ctypes.c_int32),
+        ("kv_heads", ctypes.c_int32),
+        ("dim", ctypes.c_int32),
+        ("value_dim", ctypes.c_int32),
+        ("window", ctypes.c_int32),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+    ]
+
+
+def record_attention(program: Program, q: Buffer, k: Buffer, v: Buffer, layer: int, spec: Attention) -> Buffer:
+    """`Ops.attention`. Raises ShapeError if q, k, v are not as wide as the spec says."""
+    widths = (q.width, k.width, v.width)
+    needed = (spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.value_dim)
+    if widths != needed or spec.num_heads % spec.num_kv_heads:
+        raise ShapeError(f"attention of layer {layer}: q, k, v have {widths} values, {spec} needs {needed}")
+    out = program.buffer(spec.num_heads * spec.value_dim)
+    partial = program.buffer(0, fixed_bytes=ROW_BATCH * spec.num_heads * MAX_CHUNKS * (spec.value_dim + 2) * 4)
+    args = AttentionArgs(
+        layer=layer,
+        heads=spec.num_heads,
+        kv_heads=spec.num_kv_heads,
+        dim=spec.head_dim,
+        value_dim=spec.value_dim,
+        window=spec.window or 0,
+        scale=np.float32(spec.scale),
+        softcap=spec.softcap or 0,
+    )
+    program.call("attention", args, q=q, k=k, v=v, out=out, partial=partial)
+    return out

@@ -1,0 +1,167 @@
+"""The state of one sequence on the CPU: caches of attention layers, recurrent state of DeltaNet layers, and its addresses.
+
+In: the state specs of a model. Out: the table of pointers that the segments of a step carry.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+
+from tandem.errors import SettingError, ShapeError, nearest
+from tandem.ops.program import SegmentArgs
+
+ALIGNMENT = 64
+WINDOW_SLACK = 256  # positions kept beyond the window, so that a sequence can go back a little
+KV_TYPES = {"f32": 0, "f16": 1, "q8_0": 8}
+
+
+class KvView(ctypes.Structure):
+    """Mirror of KvView in program.h."""
+
+    _fields_ = [
+        ("k", ctypes.c_void_p),
+        ("v", ctypes.c_void_p),
+        ("capacity", ctypes.c_int64),
+        ("type", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    ]
+
+
+class DeltaView(ctypes.Structure):
+    """Mirror of DeltaView in program.h."""
+
+    _fields_ = [("conv", ctypes.c_void_p), ("state", ctypes.c_void_p)]
+
+
+def is_recurrent(spec) -> bool:
+    """Whether a layer's spec is DeltaState; by its fields, since `models` comes after `ops` in the import order."""
+    return hasattr(spec, "conv_width")
+
+
+def capacity(spec, ctx: int, max_rows: int) -> int:
+    """Positions a layer's cache holds: all of ctx, or what a window and one step need and WINDOW_SLACK more."""
+    return ctx if spec.window is None else min(ctx, spec.window + max_rows + WINDOW_SLACK)
+
+
+def size_bytes(specs: Sequence, ctx: int, kv: str, max_rows: int) -> int:
+    """Bytes of CpuState with the same arguments, without allocating it."""
+    sizes = _recurrent_bytes(specs) if any(map(is_recurrent, specs)) else 0
+    for spec in specs:
+        if not is_recurrent(spec):
+            sizes += sum(_aligned(part) for part in _kv_bytes(spec, ctx, kv, max_rows))
+    return sizes + ALIGNMENT
+
+
+class CpuState:
+    """State of one sequence, in one allocation, zero at first.
+
+    specs: KvState | DeltaState per layer; ctx: most positions; kv: "f16", "q8_0" or "f32"; max_rows: most rows of a step.
+    `layer_state` is the address of the pointer table. Raises SettingError for a kv type that is unknown or does not fit
+    the head dimensions.
+    """
+
+    def __init__(self, specs: Sequence, ctx: int, kv: str = "f16", max_rows: int = 512):
+        self.specs, self.ctx, self.kv, self.max_rows = tuple(specs), ctx, kv, max_rows
+        self.size_bytes = size_bytes(specs, ctx, kv, max_rows)
+        self.memory = np.zeros(self.size_bytes, np.uint8)
+        self._used = -self.memory.ctypes.data % ALIGNMENT
+        begin = self._used
+        self.views: list[KvView | DeltaView] = [
+            self._delta_view(spec) if is_recurrent(spec) else KvView() for spec in self.specs
+        ]
+        self.recurrent_memory = self.memory[begin : self._used]
+        self._written = 0  # positions ever written since the last reset: they have replaced older ones in the rings
+        for spec, view in self._attention_layers():
+            k_bytes, v_bytes = _kv_bytes(spec, ctx, kv, max_rows)
+            view.k, view.v = self._take(k_bytes), self._take(v_bytes)
+            view.capacity, view.type = capacity(spec, ctx, max_rows), KV_TYPES[kv]
+        self.table = (ctypes.c_void_p * len(self.views))(*map(ctypes.addressof, self.views))
+        self.layer_state = ctypes.addressof(self.table)
+
+    def _take(self, size: int) -> int:
+        address = self.memory.ctypes.data + self._used
+        self._used += _aligned(size)
+        return address
+
+    def _delta_view(self, spec) -> DeltaView:
+        conv, state = _delta_bytes(spec)
+        return DeltaView(self._take(conv), self._take(state))
+
+    def segment(self, row_begin: int, rows: int, start_pos: int) -> SegmentArgs:
+        """`rows` rows of a step from row_begin on, the first at position start_pos of this sequence.
+
+        Raises ShapeError if they do not fit the context or a step.
+        """
+        if not 0 < rows <= self.max_rows or start_pos < 0 or start_pos + rows > self.ctx:
+            raise ShapeError(
+                f"positions {start_pos}..{start_pos + rows - 1}: the state holds 0..{self.ctx - 1}, "
+                f"1 to {self.max_rows} rows a step"
+            )
+        return SegmentArgs(row_begin=row_begin, rows=rows, start_pos=start_pos, layer_state=self.layer_state)
+
+    def can_cut(self, length: int, to: int) -> bool:
+        """Whether the attention caches, holding `length` positions, still have all that a sequence of `to` reads."""
+        for spec in self.specs:
+            if is_recurrent(spec) or spec.window is None:
+                continue
+            oldest_kept = length - capacity(spec, self.ctx, self.max_rows)
+            if oldest_kept > 0 and to - spec.window + 1 < oldest_kept:
+                return False
+        return True
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether there are recurrent layers, whose state can only be restored from a snapshot."""
+        return self.recurrent_memory.size > 0
+
+    def snapshot(self) -> np.ndarray:
+        """A copy of the recurrent part (empty without recurrent layers)."""
+        return self.recurrent_memory.copy()
+
+    def restore(self, snapshot: np.ndarray) -> None:
+        """Makes the recurrent part what it was at the snapshot. Raises ShapeError if it is another model's."""
+        if snapshot.shape != self.recurrent_memory.shape:
+            raise ShapeError(f"snapshot of {snapshot.nbytes} bytes, this state's has {self.recurrent_memory.nbytes}")
+        self.recurrent_memory[:] = snapshot
+
+    def can_cut(self, length: int, to: int) -> bool:
+        """Whether the attention caches, filled to `length`, still hold all that the token at position `to` reads."""
+        self._written = max(self._written, length)
+        windows = [(spec.window, view.capacity) for spec, view in self._attention_layers() if spec.window is not None]
+        return all(max(0, to - window + 1) >= self._written - kept for window, kept in windows)
+
+    def reset(self) -> None:
+        """Makes the state that of an empty sequence."""
+        self.recurrent_memory[:] = 0
+        self._written = 0
+
+    def _attention_layers(self) -> list[tuple]:
+        return [(s, v) for s, v in zip(self.specs, self.views, strict=True) if not is_recurrent(s)]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _delta_bytes(spec) -> tuple[int, int]:
+    """Bytes of the conv tail and of the state."""
+    return (
+        4 * (spec.conv_width - 1) * spec.conv_channels,
+        4 * spec.num_v_heads * spec.key_dim * spec.value_dim,
+    )
+
+
+def _recurrent_bytes(specs: Sequence) -> int:
+    return sum(_aligned(part) for spec in specs if is_recurrent(spec) for part in _delta_bytes(spec))
+
+
+def _kv_bytes(spec, ctx: int, kv: str, max_rows: int) -> tuple[int, int]:
+    """Bytes of the keys and of the values."""
+    if kv not in KV_TYPES:
+        raise SettingError(f"kv cache type {kv!r} is unknown{nearest(kv, KV_TYPES)}")
+    if kv == "q8_0" and (spec.key_dim % 32 or spec.value_dim % 32):
+        raise SettingError(f"kv cache type q8_0 needs heads of whole 32 values, not {spec.key_dim} and {spec.value_dim}; use f16")
+    rows = spec.num_kv_heads * capacity(spec, ctx, max_rows)
+    widths = (spec.key_dim, spec.value_dim)
+    return tuple(rows * {"f32": 4 * n, "f16": 2 * n, "q8_0": n // 32 * 34}[kv] for n in widths)
