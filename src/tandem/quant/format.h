@@ -33,8 +33,8 @@ constexpr int kSpanBytes = kSpan<F> / F::block * F::bytes;
 template <int N> struct Lanes;
 template <> struct Lanes<2> {
     using V = __m128;
-    static V load(const float* p) { return _mm_castpd_ps(_mm_load_sd((const double*)p)); }
-    static void store(float* p, V a) { _mm_storel_pd((double*)p, _mm_castps_pd(a)); }
+    static V load(const float* p) { return _mm_castsi128_ps(_mm_loadl_epi64((const __m128i*)p)); }
+    static void store(float* p, V a) { _mm_storel_epi64((__m128i*)p, _mm_castps_si128(a)); }
 };
 template <> struct Lanes<4> {
     using V = __m128;

@@ -5,7 +5,12 @@
 #include <cstring>
 
 #if defined(__AVX2__)
+// GCC 12 warns about the undefined operands inside its own intrinsics.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #endif
 
 #if defined(__AVX512VNNI__) && defined(__AVX512VBMI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
@@ -197,7 +202,8 @@ inline Vec exp(Vec x) {
     Vec r = fma(n, Vec::set(-0.693359375f), x);
     r = fma(n, Vec::set(2.12194440e-4f), r);
     Vec p = Vec::set(1.0f / 5040);
-    for (float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = fma(p, r, Vec::set(c));
+    const float factors[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
+    for (float factor : factors) p = fma(p, r, Vec::set(factor));
     return p * exp2_whole(n);
 }
 

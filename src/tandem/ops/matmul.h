@@ -1,0 +1,79 @@
+// Matrix products with weights still in their blocks: what other ops may call inside a parallel region.
+//
+// Quantized types multiply int8 activations (one float scale per 32 values); F32, F16 and BF16 multiply the floats.
+// An activation row after `quantize_row` is one record of `ActLayout(cols).bytes` bytes.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace tandem {
+
+// One weight matrix, or a stack of them (experts). Mirror of WeightArgs in matmul_cpu.py.
+struct Weight {
+    const uint8_t* data;
+    int64_t rows, cols;  // of one expert: out, in
+    int64_t row_stride_bytes, expert_stride_bytes;
+    const float* scale;  // factor on the products, or null
+    int32_t type;        // GGUF type id
+    int32_t scale_per_expert;
+
+    float scale_of(int64_t expert) const { return scale ? scale[scale_per_expert ? expert : 0] : 1.0f; }
+};
+
+// Offsets in the record of one activation row; padded with zero values to whole spans of 256.
+struct ActLayout {
+    int64_t padded;   // values, and bytes of each of the two byte arrays
+    int64_t shifted;  // uint8: q + 128
+    int64_t plain;    // int8: q
+    int64_t scale32, scale16;  // float per 32 values, and the same twice (per 16)
+    int64_t sum32, sum16;      // float scale * (sum of q) per 32 and per 16 values
+    int64_t bytes;             // an odd number of cache lines, so that rows do not share cache sets
+
+    explicit ActLayout(int64_t cols)
+        : padded((cols + 255) / 256 * 256),
+          shifted(0),
+          plain(padded),
+          scale32(2 * padded),
+          scale16(scale32 + padded / 8),
+          sum32(scale16 + padded / 4),
+          sum16(sum32 + padded / 8),
+          bytes((sum16 + padded / 4) | 64) {}
+};
+
+// The activation rows of one product: n pointers to records (quantized weights) and to floats (float weights).
+struct Acts {
+    const uint8_t* const* records;
+    const float* const* floats;
+    int64_t n;
+};
+
+constexpr int64_t kDotRows = 8;  // up to here `dot_rows` is used, and a row's result does not depend on the others
+constexpr int64_t kPanel = 32;   // weight rows of one `panel_rows`
+
+bool is_float_type(int32_t type);
+bool is_known_type(int32_t type);
+// Values per block and bytes per block.
+int64_t block_values(int32_t type);
+int64_t block_bytes(int32_t type);
+
+// x [cols] -> record; cols a multiple of 32.
+void quantize_row(const float* x, int64_t cols, uint8_t* record);
+
+// One row of blocks as floats; cols a multiple of the block.
+void unpack_row(int32_t type, const uint8_t* blocks, int64_t cols, float* out);
+
+// out[r * ld + i - row_begin] = scale * <weight row i, activation r>, for i in row_begin..row_end; acts.n <= kDotRows.
+void dot_rows(const Weight& w, int64_t expert, int64_t row_begin, int64_t row_end, const Acts& acts, float* out,
+              int64_t ld);
+
+// The same for any number of activations and at most kPanel weight rows; out is [acts.n][kPanel].
+// scratch: 64-byte aligned, panel_scratch_bytes() long.
+void panel_rows(const Weight& w, int64_t expert, int64_t row_begin, int64_t row_end, const Acts& acts, float* out,
+                uint8_t* scratch);
+size_t panel_scratch_bytes();
+
+enum Activation : int32_t { kSilu = 0, kGeluTanh = 1 };
+// gate[i] = activation(gate[i]) * up[i]
+void activate(int32_t activation, float* gate, const float* up, int64_t n);
+
+}  // namespace tandem

@@ -1,0 +1,227 @@
+// Dot products of weight rows with 1..8 int8 activation rows: each block is unpacked once for all of them.
+//
+// The floating-point operations of one result are the same, in the same order, for any number of activations.
+#pragma once
+#include "ops/matmul_kernels.h"
+
+namespace tandem {
+
+#if TANDEM_AVX512
+
+namespace dot512 {
+
+inline float total(__m128 v) {
+    v = _mm_add_ps(v, _mm_movehl_ps(v, v));
+    return _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)));
+}
+inline float total(__m256 v) { return total(_mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1))); }
+inline float total(__m512 v) { return total(_mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1))); }
+
+// Which scale each of the 16 lanes (4 values each) of unit u takes.
+template <int Group>
+inline __m512i scale_lanes(int u) {
+    const __m512i first = Group == 32 ? _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1)
+                                      : _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    return _mm512_add_epi32(first, _mm512_set1_epi32(64 / Group * u));
+}
+
+template <class F, int R>
+struct Sums {
+    static constexpr int span = quant::kSpan<F>, units = span / 64, groups = span / F::group;
+    static constexpr bool has_bias = F::has_min || F::offset != 0;
+    using L = quant::Lanes<groups>;
+    __m512 products[R];
+    typename L::V biases[R];
+
+    Sums() {
+        for (int r = 0; r < R; r++) {
+            products[r] = _mm512_setzero_ps();
+            biases[r] = typename L::V{};
+        }
+    }
+
+    // Adds the span of values k .. k + span.
+    inline __attribute__((always_inline)) void add(const quant::SpanOf<F>& s, int64_t k, const ActLayout& at,
+                                                   const uint8_t* const* records) {
+        const int64_t scales = (F::group == 32 ? at.scale32 : at.scale16) + k / F::group * 4;
+        const int64_t sums = (F::group == 32 ? at.sum32 : at.sum16) + k / F::group * 4;
+        [[maybe_unused]] typename L::V bias;
+        if constexpr (F::has_min) bias = s.bias;
+        else if constexpr (F::offset != 0) bias = quant::times(s.scale, -float(F::offset));
+        // Signed weights are the signed operand against activations + 128; this takes the 128 out again.
+        __m512i start[units];
+        for (int u = 0; u < units; u++) {
+            start[u] = _mm512_setzero_si512();
+            if constexpr (F::is_signed)
+                start[u] = _mm512_sub_epi32(start[u], _mm512_dpbusd_epi32(start[u], _mm512_set1_epi8(-128), s.q[u]));
+        }
+        for (int r = 0; r < R; r++) {
+            const uint8_t* record = records[r];
+            const __m512 scale = quant::widen(quant::mul(s.scale, L::load((const float*)(record + scales))));
+            __m512 sum;
+            for (int u = 0; u < units; u++) {
+                __m512i dot;
+                if constexpr (F::is_signed)
+                    dot = _mm512_dpbusd_epi32(start[u], _mm512_loadu_si512(record + at.shifted + k + 64 * u), s.q[u]);
+                else dot = _mm512_dpbusd_epi32(start[u], s.q[u], _mm512_loadu_si512(record + at.plain + k + 64 * u));
+                const __m512 lane_scale = _mm512_permutexvar_ps(scale_lanes<F::group>(u), scale);
+                const __m512 value = _mm512_cvtepi32_ps(dot);
+                if (units == 1) products[r] = _mm512_fmadd_ps(value, lane_scale, products[r]);
+                else sum = u == 0 ? _mm512_mul_ps(value, lane_scale) : _mm512_fmadd_ps(value, lane_scale, sum);
+            }
+            if (units > 1) products[r] = _mm512_add_ps(products[r], sum);
+            if constexpr (has_bias) biases[r] = quant::mul_add(bias, L::load((const float*)(record + sums)), biases[r]);
+        }
+    }
+
+    float total(int r) const {
+        if constexpr (has_bias) return dot512::total(products[r]) + dot512::total(biases[r]);
+        else return dot512::total(products[r]);
+    }
+};
+
+}  // namespace dot512
+
+template <class F, int R>
+void dot_fixed(const uint8_t* w, int64_t stride, int64_t n, int64_t cols, const uint8_t* const* given, float* out,
+               int64_t ld) {
+    using quant::kSpan;
+    using quant::kSpanBytes;
+    const ActLayout at(cols);
+    const uint8_t* records[R];
+    for (int r = 0; r < R; r++) records[r] = given[r];
+    const int64_t whole = cols / kSpan<F> * kSpan<F>;
+    for (int64_t i = 0; i < n; i++) {
+        dot512::Sums<F, R> sums;
+        const uint8_t* p = w + i * stride;
+        for (int64_t k = 0; k < whole; k += kSpan<F>, p += kSpanBytes<F>)
+            sums.add(quant::load_span<F>(p), k, at, records);
+        if constexpr (F::block < 64)
+            if (whole < cols) {
+                uint8_t last[kSpanBytes<F>] = {};
+                std::memcpy(last, p, F::bytes);
+                sums.add(quant::load_span<F>(last), whole, at, records);
+            }
+        for (int r = 0; r < R; r++) out[r * ld + i] = sums.total(r);
+    }
+}
+
+#elif TANDEM_AVX2
+
+namespace dot256 {
+
+// Sums of 4 products in each of 8 lanes: 32 weights against 32 activations.
+template <class F>
+inline __m256i dot32(__m256i q, __m256i x) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    if constexpr (F::is_signed) return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(q), _mm256_sign_epi8(x, q)), ones);
+    else return _mm256_madd_epi16(_mm256_maddubs_epi16(q, x), ones);
+}
+
+}  // namespace dot256
+
+template <class F, int R>
+void dot_fixed(const uint8_t* w, int64_t stride, int64_t n, int64_t cols, const uint8_t* const* given, float* out,
+               int64_t ld) {
+    constexpr int groups = F::block / F::group, units = F::block / 32;
+    constexpr bool has_bias = F::has_min || F::offset != 0;
+    const ActLayout at(cols);
+    const int64_t scales = F::group == 32 ? at.scale32 : at.scale16, sums = F::group == 32 ? at.sum32 : at.sum16;
+    alignas(32) int8_t q[F::block];
+    alignas(32) float scale[groups], bias[groups], joint[groups];
+    for (int64_t i = 0; i < n; i++) {
+        __m256 products[R];
+        float biases[R];
+        for (int r = 0; r < R; r++) {
+            products[r] = _mm256_setzero_ps();
+            biases[r] = 0;
+        }
+        const uint8_t* p = w + i * stride;
+        for (int64_t k = 0; k < cols; k += F::block, p += F::bytes) {
+            quant::unpack_block<F>(p, q, scale, bias);
+            if constexpr (F::offset != 0)
+                for (int g = 0; g < groups; g++) bias[g] = -float(F::offset) * scale[g];
+            for (int r = 0; r < R; r++) {
+                const uint8_t* record = given[r];
+                const float* x_scale = (const float*)(record + scales) + k / F::group;
+                for (int g = 0; g < groups; g++) joint[g] = scale[g] * x_scale[g];
+                for (int u = 0; u < units; u++) {
+                    const __m256i x = _mm256_loadu_si256((const __m256i*)(record + at.plain + k + 32 * u));
+                    const __m256 value = _mm256_cvtepi32_ps(dot256::dot32<F>(_mm256_load_si256((const __m256i*)(q + 32 * u)), x));
+                    const __m256 lane_scale = F::group == 32 ? _mm256_broadcast_ss(joint + u)
+                        : _mm256_set_m128(_mm_broadcast_ss(joint + 2 * u + 1), _mm_broadcast_ss(joint + 2 * u));
+                    products[r] = _mm256_fmadd_ps(value, lane_scale, products[r]);
+                }
+                if constexpr (has_bias) {
+                    const float* x_sum = (const float*)(record + sums) + k / F::group;
+                    for (int g = 0; g < groups; g++) biases[r] += bias[g] * x_sum[g];
+                }
+            }
+        }
+        for (int r = 0; r < R; r++) out[r * ld + i] = Vec{products[r]}.sum() + biases[r];
+    }
+}
+
+#else
+
+template <class F, int R>
+void dot_fixed(const uint8_t* w, int64_t stride, int64_t n, int64_t cols, const uint8_t* const* given, float* out,
+               int64_t ld) {
+    constexpr int groups = F::block / F::group;
+    const ActLayout at(cols);
+    int8_t q[F::block];
+    float scale[groups], bias[groups];
+    for (int64_t i = 0; i < n; i++) {
+        float sums[R] = {};
+        const uint8_t* p = w + i * stride;
+        for (int64_t k = 0; k < cols; k += F::block, p += F::bytes) {
+            F::unpack(p, q, scale, bias);
+            for (int r = 0; r < R; r++) {
+                const int8_t* x = (const int8_t*)(given[r] + at.plain) + k;
+                const float* x_scale = (const float*)(given[r] + at.scale16) + k / 16;
+                const float* x_sum = (const float*)(given[r] + (F::group == 32 ? at.sum32 : at.sum16)) + k / F::group;
+                for (int g = 0; g < groups; g++) {
+                    int32_t dot = 0;
+                    for (int j = 0; j < F::group; j++) dot += (q[g * F::group + j] - F::offset) * x[g * F::group + j];
+                    sums[r] += scale[g] * x_scale[g * (F::group / 16)] * float(dot);
+                    if constexpr (F::has_min) sums[r] += bias[g] * x_sum[g];
+                }
+            }
+        }
+        for (int r = 0; r < R; r++) out[r * ld + i] = sums[r];
+    }
+}
+
+#endif
+
+template <class F>
+void dot(const uint8_t* w, int64_t stride, int64_t n, int64_t cols, const uint8_t* const* records, int64_t n_acts,
+         float* out, int64_t ld) {
+    // 5 and 7 run as 4 + 1 and 4 + 3: fewer instantiations, and the second reading of a piece comes from the cache.
+    switch (n_acts) {
+        case 1: return dot_fixed<F, 1>(w, stride, n, cols, records, out, ld);
+        case 2: return dot_fixed<F, 2>(w, stride, n, cols, records, out, ld);
+        case 3: return dot_fixed<F, 3>(w, stride, n, cols, records, out, ld);
+        case 4: return dot_fixed<F, 4>(w, stride, n, cols, records, out, ld);
+        case 6: return dot_fixed<F, 6>(w, stride, n, cols, records, out, ld);
+        case 8: return dot_fixed<F, 8>(w, stride, n, cols, records, out, ld);
+        default:
+            dot_fixed<F, 4>(w, stride, n, cols, records, out, ld);
+            return dot<F>(w, stride, n, cols, records + 4, n_acts - 4, out + 4 * ld, ld);
+    }
+}
+
+template <class F>
+void unpack_blocks(const uint8_t* blocks, int64_t cols, float* out) {
+    alignas(64) int8_t q[F::block];
+    alignas(64) float scale[F::block / F::group], bias[F::block / F::group];
+    for (int64_t k = 0; k < cols; k += F::block, blocks += F::bytes) {
+        quant::unpack_block<F>(blocks, q, scale, bias);
+        for (int i = 0; i < F::block; i++) {
+            const float value = scale[i / F::group] * float(q[i] - F::offset);
+            out[k + i] = F::has_min ? value + bias[i / F::group] : value;
+        }
+    }
+}
+
+}  // namespace tandem

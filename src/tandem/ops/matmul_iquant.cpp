@@ -1,0 +1,22 @@
+// Kernels of the types in quant/iquant.h.
+#include "ops/matmul_table.h"
+#include "quant/iquant.h"
+
+namespace tandem {
+
+using namespace quant;
+
+const Kernels kIKernels[] = {
+    kernels_of<IQ2_XXS>(),
+    kernels_of<IQ2_XS>(),
+    kernels_of<IQ2_S>(),
+    kernels_of<IQ3_XXS>(),
+    kernels_of<IQ3_S>(),
+    kernels_of<IQ1_S>(),
+    kernels_of<IQ1_M>(),
+    kernels_of<IQ4_NL>(),
+    kernels_of<IQ4_XS>(),
+};
+const int kICount = sizeof(kIKernels) / sizeof(Kernels);
+
+}  // namespace tandem

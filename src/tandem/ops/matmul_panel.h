@@ -1,0 +1,109 @@
+// Unpacks weight rows into the layout of the matrix product of many activations (AVX-512).
+//
+// A panel slice holds 32 weight rows. Per group of 32 values, contiguous:
+//   int8   q[8 quads][32 rows][4]     offset already subtracted
+//   int32  start[halves][32 rows]     -128 * sum of q: undoes the +128 of the unsigned activations
+//   float  scale[halves][32 rows]
+//   float  bias[halves][32 rows]      only with minimums
+// halves = 2 for types with a scale per 16 values, else 1.
+#pragma once
+#include "ops/matmul_kernels.h"
+
+namespace tandem {
+
+constexpr int64_t kSliceValues = 512;  // values of K per slice: a slice stays in the first-level cache
+
+constexpr int64_t panel_group_bytes(bool group16, bool has_min) {
+    return 1024 + 128 * (group16 ? 2 : 1) * (has_min ? 3 : 2);
+}
+
+#if TANDEM_AVX512
+
+namespace panel512 {
+
+// Rows a[0..15] of 16 dwords -> columns.
+inline __attribute__((always_inline)) void transpose16(__m512i* a) {
+    __m512i b[16];
+    for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
+            a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
+        }
+    // a[4 i + j]: lane l holds rows 4 i .. 4 i + 3 of column 4 l + j.
+    for (int j = 0; j < 4; j++) {
+        const __m512i low = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88), high = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
+        const __m512i low2 = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);
+        const __m512i high2 = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd);
+        b[j] = _mm512_shuffle_i32x4(low, low2, 0x88);
+        b[8 + j] = _mm512_shuffle_i32x4(low, low2, 0xdd);
+        b[4 + j] = _mm512_shuffle_i32x4(high, high2, 0x88);
+        b[12 + j] = _mm512_shuffle_i32x4(high, high2, 0xdd);
+    }
+    for (int i = 0; i < 16; i++) a[i] = b[i];
+}
+
+}  // namespace panel512
+
+template <class F>
+void fill_panel(const uint8_t* w, int64_t stride, int64_t n, int64_t k, int64_t count, uint8_t* panel) {
+    using namespace quant;
+    constexpr int span = kSpan<F>, units = span / 64, groups = span / F::group, halves = 32 / F::group;
+    constexpr int64_t group_bytes = panel_group_bytes(F::group == 16, F::has_min);
+    alignas(64) int8_t q[16][span];
+    for (int64_t first = 0; first < kPanel; first += 16) {
+        for (int64_t done = 0; done < count; done += span) {
+            uint8_t* at = panel + done / 32 * group_bytes;
+            const int64_t valid_groups = (count - done < span ? count - done : span) / F::group;
+            for (int64_t r = 0; r < 16; r++) {
+                SpanOf<F> s{};
+                uint8_t last[kSpanBytes<F>] = {};
+                if (first + r < n) {
+                    const uint8_t* p = w + (first + r) * stride + (k + done) / F::block * F::bytes;
+                    if (F::block < 64 && count - done < span) {
+                        std::memcpy(last, p, F::bytes);
+                        p = last;
+                    }
+                    s = load_span<F>(p);
+                }
+                for (int u = 0; u < units; u++) {
+                    if (F::offset != 0) s.q[u] = _mm512_sub_epi8(s.q[u], _mm512_set1_epi8(F::offset));
+                    _mm512_store_si512(q[r] + 64 * u, s.q[u]);
+                }
+                alignas(64) float scale[groups < 4 ? 4 : groups], bias[groups < 4 ? 4 : groups];
+                Lanes<groups>::store(scale, s.scale);
+                if (F::has_min) Lanes<groups>::store(bias, s.bias);
+                for (int g = 0; g < valid_groups; g++) {
+                    uint8_t* tail = at + g / halves * group_bytes + 1024 + 128 * halves;
+                    float* scales = (float*)tail + 32 * (g % halves) + first + r;
+                    scales[0] = scale[g];
+                    if (F::has_min) scales[32 * halves] = bias[g];
+                }
+            }
+            for (int u = 0; u < units; u++) {
+                __m512i quads[16];
+                for (int r = 0; r < 16; r++) quads[r] = _mm512_load_si512(q[r] + 64 * u);
+                panel512::transpose16(quads);
+                for (int g = 0; g < 2; g++) {  // groups of 32 values in the unit
+                    if (done + 64 * u + 32 * g >= count) break;
+                    uint8_t* group = at + (2 * u + g) * group_bytes;
+                    for (int h = 0; h < halves; h++) {
+                        __m512i sum = _mm512_setzero_si512();
+                        for (int i = 8 / halves * h; i < 8 / halves * (h + 1); i++) {
+                            _mm512_store_si512(group + 128 * i + 4 * first, quads[8 * g + i]);
+                            sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(-128), quads[8 * g + i]);
+                        }
+                        _mm512_store_si512(group + 1024 + 128 * h + 4 * first, _mm512_sub_epi32(_mm512_setzero_si512(), sum));
+                    }
+                }
+            }
+        }
+    }
+}
+
+#endif
+
+}  // namespace tandem
