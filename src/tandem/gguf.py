@@ -86,7 +86,7 @@ _MAX_DIMS = 4
 _MAX_KEY_BYTES = 65535  # limit of the format
 _MAX_NAME_BYTES = 64  # limit of the format
 # The largest real headers are about 20 MB; the limits keep a sparse file of terabytes from filling RAM.
-_MAX_HEADER_BYTES = 128 << 20
+_MAX_HEADER_BYTES = 64 << 20
 _MAX_KEYS = 1 << 16
 _MAX_TENSORS = 1 << 17
 _MAX_SHARDS = 4096
@@ -133,7 +133,7 @@ class GGUFFile:
         self._maps = maps
 
     def blocks(self, name: str) -> np.ndarray:
-        """The stored bytes of a tensor: uint8 1-D, a read-only view of the mapping. Raises KeyError for another name."""
+        """The stored bytes of a tensor: uint8 1-D, a read-only view of the mapping. KeyError for another name."""
         assert self._maps, "blocks() after close()"
         info = self.tensors[name]
         return np.frombuffer(self._maps[info.shard], np.uint8, info.size_bytes, info.offset)
@@ -189,7 +189,7 @@ def write_gguf(path: str | os.PathLike, metadata: Mapping[str, object], tensors:
     Raises FormatError for what GGUF cannot express and ShapeError for bytes that do not match shape and type.
     """
     path = Path(path)
-    keys = b"".join(_packed_string(key) + _packed_value(key, value) for key, value in metadata.items())
+    keys = b"".join(_packed_entry(key, value) for key, value in metadata.items())
     alignment = _checked_alignment(path, metadata)
     with tempfile.TemporaryFile(dir=path.parent) as spool:
         table, names = [], set()
@@ -382,7 +382,7 @@ def _read_array(cursor: _Cursor, what: str) -> object:
 def _checked_alignment(path: Path, metadata: Mapping[str, object]) -> int:
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if not 8 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
-        raise FormatError(f"{path}: general.alignment is {alignment}; a power of two from 8 to {_MAX_ALIGNMENT} is valid")
+        raise FormatError(f"{path}: general.alignment is {alignment}; a power of two, 8 to {_MAX_ALIGNMENT}, is valid")
     return alignment
 
 
@@ -553,20 +553,23 @@ def _packed_string(text: str) -> bytes:
     return struct.pack("<Q", len(encoded)) + encoded
 
 
-def _packed_value(key: str, value: object) -> bytes:
-    """Type id and value of one metadata entry."""
+def _packed_entry(key: str, value: object) -> bytes:
+    """Key, type id and value of one metadata entry."""
+    start = _packed_string(key)
+    if not 1 <= len(start) - 8 <= _MAX_KEY_BYTES:
+        raise FormatError(f"metadata key {_quote(key)} must be 1 to {_MAX_KEY_BYTES} bytes long")
     if isinstance(value, str):
-        return struct.pack("<I", _STRING) + _packed_string(value)
+        return start + struct.pack("<I", _STRING) + _packed_string(value)
     if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
-        return struct.pack("<IIQ", _ARRAY, _STRING, len(value)) + b"".join(map(_packed_string, value))
+        return start + struct.pack("<IIQ", _ARRAY, _STRING, len(value)) + b"".join(map(_packed_string, value))
     array = np.asarray(value, _plain_dtype(value) if not isinstance(value, (np.ndarray, np.generic)) else None)
     type_id = _VALUE_TYPES.get(array.dtype.newbyteorder("<"))
     if type_id is None or array.ndim > 1:
-        raise FormatError(f"metadata {key!r}: GGUF cannot hold {value!r} of type {type(value).__name__}")
+        raise FormatError(f"metadata {key!r}: GGUF cannot hold {_quote(value)} of type {type(value).__name__}")
     raw = array.astype(_VALUE_DTYPES[type_id], copy=False).tobytes()
     if array.ndim == 0:
-        return struct.pack("<I", type_id) + raw
-    return struct.pack("<IIQ", _ARRAY, type_id, array.size) + raw
+        return start + struct.pack("<I", type_id) + raw
+    return start + struct.pack("<IIQ", _ARRAY, type_id, array.size) + raw
 
 
 def _plain_dtype(value: object) -> np.dtype | None:
