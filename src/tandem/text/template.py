@@ -1,28 +1,18 @@
 """Chat templates: messages in, the prompt text out, by the Jinja2 template that the model file carries.
 
 Templates are programs of strangers. They run in Jinja2's immutable sandbox, in a child process with limits on time,
-memory and output, so that the worst one ends in a TemplateError.
+memory and output, so that the worst one ends in a TemplateError. What messages say never becomes a control token.
 """
 
 import json
-import os
 import re
-import selectors
-import subprocess
-import sys
-import threading
-import time
-import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
 
 from tandem.errors import FormatError, TemplateError
+from tandem.text.renderer import LimitExceeded, TemplateRenderer
 from tandem.text.tokenizer import Tokenizer
 
 KEY = "tokenizer.chat_template"
-_START_LIMIT_S = 60.0
 # Stand-ins for control tokens that a message spells out; U+FDD0 and U+FDD1 are noncharacters, never in real text.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _STAND_IN = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
@@ -52,15 +42,6 @@ FAMILIES: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
-@dataclass(frozen=True)
-class TemplateLimits:
-    """What one rendering may use: seconds, bytes of memory of the child process, characters of output."""
-
-    time_s: float = 5.0
-    memory_bytes: int = 1 << 29
-    output_chars: int = 1 << 24
-
-
 class ChatTemplate:
     """A chat template and the special tokens it may name. `name` says where it is from: "file" or a family.
 
@@ -73,18 +54,18 @@ class ChatTemplate:
         tokenizer: Tokenizer,
         name: str = "file",
         tool_source: str | None = None,
-        limits: TemplateLimits = TemplateLimits(),
+        renderer: TemplateRenderer | None = None,
     ):
-        """source: Jinja2 text, None if there is no template; tool_source: another one, used when tools are given."""
+        """source: Jinja2 text, None if there is no template; tool_source: another one, used when tools are given;
+        renderer: the child process, None makes one of its own."""
         self.source, self.tool_source, self.name = source, tool_source, name
         self._tokenizer = tokenizer
-        self._limits = limits
         self._special = _special_tokens(tokenizer)
-        self._worker = _Worker(limits)
+        self.renderer = renderer or TemplateRenderer()
 
     @classmethod
     def from_metadata(
-        cls, metadata: Mapping[str, object], tokenizer: Tokenizer, limits: TemplateLimits = TemplateLimits()
+        cls, metadata: Mapping[str, object], tokenizer: Tokenizer, renderer: TemplateRenderer | None = None
     ) -> "ChatTemplate":
         """The template of a GGUF file, else the plainest one of its family (ChatML, Gemma or Llama 3 turns).
 
@@ -96,11 +77,11 @@ class ChatTemplate:
             if value is not None and not isinstance(value, str):
                 raise FormatError(f"{key}: found {type(value).__name__}, expected a string")
         if source is not None:
-            return cls(source, tokenizer, "file", tool_source, limits)
+            return cls(source, tokenizer, "file", tool_source, renderer)
         for family, (names, default) in FAMILIES.items():
             if all(tokenizer.token_id(name) is not None for name in names):
-                return cls(default, tokenizer, family, None, limits)
-        return cls(None, tokenizer, "none", None, limits)
+                return cls(default, tokenizer, family, None, renderer)
+        return cls(None, tokenizer, "none", None, renderer)
 
     def render(
         self,
@@ -126,14 +107,14 @@ class ChatTemplate:
         values = {**self._special, **extra, "tools": tools, "add_generation_prompt": add_generation_prompt}
         values.setdefault("documents", None)
         try:
-            return self._worker.render(source, {**values, "messages": given})
-        except _LimitExceeded:
+            return self.renderer.render(source, {**values, "messages": given})
+        except LimitExceeded:
             raise
         except TemplateError:
             completed = [_completed(message) for message in given]
             if completed == given:
                 raise
-        return self._worker.render(source, {**values, "messages": completed})
+        return self.renderer.render(source, {**values, "messages": completed})
 
     def encode(
         self,
@@ -162,15 +143,11 @@ class ChatTemplate:
 
     def start(self) -> None:
         """Start the child process now, without waiting for it, so that the first rendering need not."""
-        self._worker.start()
+        self.renderer.start()
 
     def close(self) -> None:
         """End the child process. A later rendering starts a new one."""
-        self._worker.close()
-
-
-class _LimitExceeded(TemplateError):
-    """The template used more than it may: no other values would help."""
+        self.renderer.close()
 
 
 class _Hiding:
@@ -207,125 +184,6 @@ class _Hiding:
     def _stand_in(self, hidden: str) -> str:
         self._hidden.append(hidden)
         return f"{_OPEN}{len(self._hidden) - 1}{_CLOSE}"
-
-
-class _Worker:
-    """The child process that renders, one request at a time; started when needed, killed when it exceeds its time."""
-
-    def __init__(self, limits: TemplateLimits):
-        self._limits = limits
-        self._lock = threading.Lock()
-        self._child: subprocess.Popen[bytes] | None = None
-        self._ready = False
-        self._finalizer: weakref.finalize | None = None
-
-    def start(self) -> None:
-        with self._lock:
-            self._start()
-
-    def close(self) -> None:
-        with self._lock:
-            self._stop()
-
-    def render(self, source: str, values: Mapping[str, object]) -> str:
-        request = {"source": source, "values": values, "output_limit": self._limits.output_chars}
-        line = _json_line(request)
-        with self._lock:
-            self._start()
-            if not self._ready:
-                self._exchange(None, time.monotonic() + _START_LIMIT_S, "did not start")
-                self._ready = True
-            reply = self._exchange(line, time.monotonic() + self._limits.time_s, "ran too long")
-        if "text" in reply:
-            return str(reply["text"])
-        wrong = _LimitExceeded if reply.get("limit") else TemplateError
-        raise wrong(f"chat template: {reply.get('error', 'no answer')}")
-
-    def _start(self) -> None:
-        if self._child is not None and self._child.poll() is None:
-            return
-        self._stop()
-        script = Path(__file__).with_name("template_worker.py")
-        self._child = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-u", str(script), *_library_paths()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={key: os.environ[key] for key in ("TZ", "LD_LIBRARY_PATH") if key in os.environ},
-            start_new_session=True,
-            cwd="/",
-        )
-        self._ready = False
-        self._finalizer = weakref.finalize(self, _end, self._child)
-        os.set_blocking(self._child.stdin.fileno(), False)
-        os.set_blocking(self._child.stdout.fileno(), False)
-        limits = {"memory_bytes": self._limits.memory_bytes, "time_s": self._limits.time_s}
-        os.write(self._child.stdin.fileno(), _json_line(limits))
-
-    def _stop(self) -> None:
-        if self._finalizer is not None:
-            self._finalizer()
-        self._child = self._finalizer = None
-
-    def _exchange(self, line: bytes | None, deadline: float, what: str) -> dict[str, object]:
-        """Write `line`, read one line of JSON. Kills the child and raises _LimitExceeded if it is late or has died."""
-        try:
-            return json.loads(_talk(self._child, line or b"", deadline, self._limits.output_chars * 12 + 65536))
-        except TimeoutError:
-            self._stop()
-            raise _LimitExceeded(f"chat template: {what} (limit {self._limits.time_s:g} s)") from None
-        except (OSError, ValueError) as error:
-            self._stop()
-            raise _LimitExceeded(f"chat template: the rendering process ended: {error}") from None
-
-
-def _talk(child: subprocess.Popen[bytes], line: bytes, deadline: float, limit_bytes: int) -> bytes:
-    """Send `line` and receive up to a newline, both before `deadline`. Raises TimeoutError and OSError."""
-    received = bytearray()
-    pending = memoryview(line)
-    with selectors.DefaultSelector() as selector:
-        selector.register(child.stdout, selectors.EVENT_READ)
-        if pending:
-            selector.register(child.stdin, selectors.EVENT_WRITE)
-        while True:
-            left_s = deadline - time.monotonic()
-            events = selector.select(max(left_s, 0))
-            if not events and left_s <= 0:
-                raise TimeoutError
-            for key, _ in events:
-                if key.fileobj is child.stdin:
-                    pending = pending[os.write(child.stdin.fileno(), pending) :]
-                    if not pending:
-                        selector.unregister(child.stdin)
-                    continue
-                chunk = os.read(child.stdout.fileno(), 1 << 20)
-                if not chunk:
-                    raise OSError(f"status {child.wait(timeout=5)}")
-                received += chunk
-                if chunk.endswith(b"\n"):
-                    return bytes(received)
-                if len(received) > limit_bytes:
-                    raise OSError("it wrote more than its limit")
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    child.kill()
-    child.wait()
-    for stream in (child.stdin, child.stdout):
-        stream.close()
-
-
-def _library_paths() -> list[str]:
-    """Folders from which the child imports Jinja2 and what it needs."""
-    found = [find_spec(name) for name in ("jinja2", "markupsafe")]
-    return sorted({str(Path(spec.origin).parent.parent) for spec in found if spec is not None})
-
-
-def _json_line(value: object) -> bytes:
-    try:
-        return json.dumps(value).encode() + b"\n"
-    except (TypeError, ValueError, RecursionError) as error:
-        raise TemplateError(f"chat template: messages, tools and options must be plain JSON values: {error}") from None
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, str]:

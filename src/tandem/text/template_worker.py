@@ -1,7 +1,7 @@
 """The program that renders chat templates, run as a child with limits: a template comes from strangers.
 
-In, on stdin: lines of JSON, first the limits and then one request a line. Out, on stdout: one line of JSON each, `text`
-or `error`. It imports nothing of Tandem, ends with its stdin, and the parent kills it when it runs too long.
+In: limits and import folders as arguments; on stdin one request a line, JSON. Out, on stdout: one line of JSON each,
+`text` or `error`. It imports nothing of Tandem and ends with its stdin; the kernel kills it when it runs too long.
 """
 
 import json
@@ -11,13 +11,15 @@ import sys
 from datetime import datetime
 
 # The parent hands over where Jinja2 lives; everything else that this process could import stays out of reach.
-sys.path[1:1] = sys.argv[1:]
+sys.path[1:1] = sys.argv[4:]
 
 from jinja2 import TemplateError, nodes  # noqa: E402
 from jinja2.exceptions import SecurityError  # noqa: E402
 from jinja2.ext import Extension, loopcontrols  # noqa: E402
 from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: E402
 from jinja2.utils import Namespace  # noqa: E402
+
+MOST_TEMPLATES = 32  # compiled ones to keep
 
 
 class OutputLimit(Exception):
@@ -87,13 +89,15 @@ def render(template, values, output_limit):
     return "".join(parts)
 
 
-def answer(templates, environment, request):
-    """One reply: the text, or the error with the class that tells whose mistake it is."""
+def answer(environment, templates, request, output_limit):
+    """One reply: the text, or the error and whether a limit is the cause."""
     try:
         source = request["source"]
         if source not in templates:
+            if len(templates) >= MOST_TEMPLATES:
+                templates.clear()
             templates[source] = environment.from_string(source)
-        return {"text": render(templates[source], request["values"], request["output_limit"])}
+        return {"text": render(templates[source], request["values"], output_limit)}
     except MemoryError:
         return {"error": "the template needs more memory than it may use", "limit": True}
     except OutputLimit as error:
@@ -106,24 +110,26 @@ def answer(templates, environment, request):
         return {"error": f"{type(error).__name__}: {error}{place}"[:2000]}
 
 
-def main():
+def write(reply):
+    sys.stdout.buffer.write(json.dumps(reply).encode() + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def main(time_s, memory_bytes, output_limit):
     # Ctrl-C in the terminal is meant for the program that asked, not for this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    limits = json.loads(sys.stdin.readline())
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (limits["memory_bytes"], limits["memory_bytes"]))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    templates, environment = {}, make_environment()
-    sys.stdout.write('{"ready": true}\n')
-    sys.stdout.flush()
-    for line in sys.stdin:
-        used_s = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
-        # If the parent dies while a template loops, nobody else would end this process.
-        limit_s = int(used_s + limits["time_s"]) + 2
-        resource.setrlimit(resource.RLIMIT_CPU, (limit_s, resource.RLIM_INFINITY))
-        sys.stdout.write(json.dumps(answer(templates, environment, json.loads(line))) + "\n")
-        sys.stdout.flush()
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    environment, templates = make_environment(), {}
+    write({"ready": True})
+    for line in sys.stdin.buffer:
+        # The default action of this timer's signal ends the process, even in the middle of one long operation.
+        signal.setitimer(signal.ITIMER_PROF, time_s)
+        request = json.loads(line.decode("utf-8", "surrogatepass"))
+        write(answer(environment, templates, request, output_limit))
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 if __name__ == "__main__":
-    main()
+    main(float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
