@@ -3,8 +3,6 @@
 `logits_of` runs a file on a backend; the tests that compare logits run on all BACKENDS.
 """
 
-from functools import cache
-
 import numpy as np
 import pytest
 from backends import BACKENDS, logits_of
@@ -25,19 +23,24 @@ CHUNKINGS = {
     "two prefills": [TOKENS[:5], TOKENS[5:]],
 }
 HYBRIDS = ("qwen35", "qwen35moe")
+TRANSFORMERS_LOGITS = {}  # by path and configuration: files are not rewritten within a run
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """tiny(arch, **variations) -> path; the same request is written once."""
     folder = tmp_path_factory.mktemp("tiny")
+    written = {}
 
     def write(arch, **variations):
-        path = folder / f"{arch}-{len(list(folder.iterdir()))}.gguf"
-        return write_tiny(arch, path, **variations)
+        key = arch + repr(variations)
+        if key not in written:
+            path = write_tiny(arch, folder / f"{arch}-{len(written)}.gguf", **variations)
+            # Functions are shown by their address: holding them keeps it from being given to another.
+            written[key] = path, variations
+        return written[key][0]
 
-    plain = cache(write)
-    return lambda arch, **variations: write(arch, **variations) if variations else plain(arch)
+    return write
 
 
 def relative_error(got, expected):
@@ -48,8 +51,13 @@ def relative_error(got, expected):
 def transformers_logits(path, **config_changes):
     pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
-    with torch.no_grad():
-        return to_transformers(path, **config_changes)(torch.from_numpy(TOKENS)[None]).logits[0].numpy()
+    torch.set_num_threads(1)
+    key = (path, repr(config_changes))
+    if key not in TRANSFORMERS_LOGITS:
+        with torch.no_grad():
+            output = to_transformers(path, **config_changes)(torch.from_numpy(TOKENS)[None])
+        TRANSFORMERS_LOGITS[key] = output.logits[0].numpy()
+    return TRANSFORMERS_LOGITS[key]
 
 
 def same_as_transformers(backend, path, chunks=None, **config_changes):
@@ -318,7 +326,7 @@ def test_expert_sizes_may_differ_between_blocks(tiny, backend):
 @pytest.mark.parametrize("format_name", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ4_XS"])
 @pytest.mark.parametrize("arch", ["llama", "qwen35moe"])
 def test_quantized_files_give_the_logits_of_their_own_numbers(tiny, backend, arch, format_name):
-    """transformers gets the dequantized weights; what remains is the rounding of activations, where a device does it."""
+    """transformers gets the dequantized weights; what remains is the rounding of activations on some devices."""
     path = tiny(arch, formats=format_name)
     error = relative_error(logits_of(backend, path, [TOKENS]), transformers_logits(path))
     assert error < BACKENDS[backend].quantized_tolerance

@@ -52,7 +52,7 @@ def make_rope(
     *,
     interleaved: bool = False,
 ) -> Rope:
-    """The frequencies of a layer; factors float32 [rotated_dims / 2] (`rope_freqs.weight`) divide them before scaling."""
+    """The frequencies of a layer; factors [rotated_dims / 2] (`rope_freqs.weight`) divide them before scaling."""
     inv_freq = inv_frequencies(theta, rotated_dims)
     if factors is not None:
         inv_freq = inv_freq / factors
