@@ -212,12 +212,12 @@ def test_unknown_options_name_the_valid_ones(tmp_path):
 class FakeState:
     """Recurrent state that is just the number of tokens seen."""
 
-    recurrent = np.zeros(1)
+    recurrent = True
 
     def __init__(self):
         self.seen = 0
 
-    def clear(self):
+    def reset(self):
         self.seen = 0
 
     def snapshot(self):

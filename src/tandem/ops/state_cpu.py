@@ -100,16 +100,6 @@ class CpuState:
             )
         return SegmentArgs(row_begin=row_begin, rows=rows, start_pos=start_pos, layer_state=self.layer_state)
 
-    def can_cut(self, length: int, to: int) -> bool:
-        """Whether the attention caches, holding `length` positions, still have all that a sequence of `to` reads."""
-        for spec in self.specs:
-            if is_recurrent(spec) or spec.window is None:
-                continue
-            oldest_kept = length - capacity(spec, self.ctx, self.max_rows)
-            if oldest_kept > 0 and to - spec.window + 1 < oldest_kept:
-                return False
-        return True
-
     @property
     def recurrent(self) -> bool:
         """Whether there are recurrent layers, whose state can only be restored from a snapshot."""

@@ -38,7 +38,7 @@ class Session:
     def __init__(self, runner: Runner, specs: Sequence, ctx: int, kv: str, max_checkpoints: int):
         self.runner, self.ctx, self.max_checkpoints = runner, ctx, max_checkpoints
         self.state = CpuState(specs, ctx, kv, runner.max_rows)
-        self.recurrent = self.state.recurrent.size > 0
+        self.recurrent = self.state.recurrent
         self.tokens: list[int] = []
         self.checkpoints: list[Checkpoint] = []
         self._interrupted = False
@@ -96,7 +96,7 @@ class Session:
 
     def clear(self) -> None:
         """Forgets everything; keeps the memory."""
-        self.state.clear()
+        self.state.reset()
         self.tokens, self.checkpoints = [], []
         self._interrupted = False
 
