@@ -60,7 +60,7 @@ def peak(values: np.ndarray) -> np.ndarray:
 
 
 def as_half(scale: np.ndarray) -> np.ndarray:
-    """The scale as f16 will store it (saturating), as float32."""
+    """The scale as f16 will store it, as float32; saturates, since an infinite scale would make NaN of zeros."""
     return np.clip(scale, -65504, 65504).astype(np.float16).astype(np.float32)
 
 

@@ -53,7 +53,7 @@ def _symmetric_codes(values: np.ndarray, half_range: int, targets) -> tuple[np.n
 
 def _line_codes(values: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(d, m) [n, 1] exact in f16 and codes 0..top of least squared error for d * code + m."""
-    spans = (top - 1.5, top - 1, top - 0.5, top, top + 0.5, top + 1)
+    spans = (top - 2, top - 1.45, top - 1, top - 0.45, top, top + 0.45, top + 1)
     nearest = clip_to(0, top)
     d, m = fit_line(values, np.ones_like(values), top, spans, positive=True)
     d = as_half(d)
