@@ -59,6 +59,10 @@ int64_t block_bytes(int32_t type);
 // x [cols] -> record; cols a multiple of 32.
 void quantize_row(const float* x, int64_t cols, uint8_t* record);
 
+// Only values begin .. end of a row of cols, given as x[0..]; both multiples of 32. The part that ends at cols also
+// writes the padding. A record is complete once all its parts are written.
+void quantize_part(const float* x, int64_t cols, int64_t begin, int64_t end, uint8_t* record);
+
 // One row of blocks as floats; cols a multiple of the block.
 void unpack_row(int32_t type, const uint8_t* blocks, int64_t cols, float* out);
 

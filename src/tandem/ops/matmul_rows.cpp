@@ -72,13 +72,16 @@ inline void round32(const float* x, float inverse, int8_t* plain, uint8_t* shift
 
 }  // namespace
 
-void quantize_row(const float* x, int64_t cols, uint8_t* record) {
+void quantize_row(const float* x, int64_t cols, uint8_t* record) { quantize_part(x, cols, 0, cols, record); }
+
+void quantize_part(const float* x, int64_t cols, int64_t begin, int64_t end, uint8_t* record) {
     const ActLayout at(cols);
+    x -= begin;
     float* scale32 = (float*)(record + at.scale32);
     float* scale16 = (float*)(record + at.scale16);
     float* sum32 = (float*)(record + at.sum32);
     float* sum16 = (float*)(record + at.sum16);
-    for (int64_t g = 0; g < cols / 32; g++) {
+    for (int64_t g = begin / 32; g < end / 32; g++) {
         Vec top = abs(Vec::load(x + 32 * g));
         for (int i = Vec::lanes; i < 32; i += Vec::lanes) top = max(top, abs(Vec::load(x + 32 * g + i)));
         const float scale = top.max() / 127.0f;
@@ -91,6 +94,7 @@ void quantize_row(const float* x, int64_t cols, uint8_t* record) {
         sum16[2 * g + 1] = scale * float(sums[1]);
         sum32[g] = scale * float(sums[0] + sums[1]);
     }
+    if (end < cols) return;
     const int64_t rest = at.padded - cols;
     std::memset(record + at.plain + cols, 0, size_t(rest));
     std::memset(record + at.shifted + cols, 128, size_t(rest));
