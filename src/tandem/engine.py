@@ -168,7 +168,9 @@ class Engine:
                 raise RequestError(f"token {token} at {at} is not in the vocabulary of {self.vocab_size}")
 
     def _prompt(self, prompt, tools, options: dict, raw: bool) -> Prompt:
-        if not isinstance(prompt, str) and len(prompt) and not isinstance(prompt[0], dict):
+        if not len(prompt):
+            raise RequestError("the prompt is empty: give a message, a conversation or token ids")
+        if not isinstance(prompt, str) and not isinstance(prompt[0], dict):
             self._check_ids(prompt)
             return Prompt([int(t) for t in prompt], ())
         if isinstance(prompt, str) and raw:
