@@ -290,8 +290,8 @@ def _checked_bias(value: object) -> tuple[tuple[int, float], ...]:
         if isinstance(token, str) and token.isascii() and token.isdecimal():  # JSON has only string keys
             token = int(token)
         token, number = _checked_int("logit_bias token id", token, 0, _INT_MAX), _number(bias)
-        if number is None or number > 1e4 or number < -1e4 and number != -math.inf:
-            raise SettingError(f"logit_bias of token {token}: got {bias!r}, expected -inf or a number from -1e4 to 1e4")
+        if number is None or abs(number) > 1e30 and number != -math.inf:
+            raise SettingError(f"logit_bias of token {token}: got {bias!r}, expected -inf or a number from -1e30 to 1e30")
         if token in biases:
             raise SettingError(f"logit_bias: token {token} is given twice")
         biases[token] = number

@@ -1,0 +1,311 @@
+"""The command `tandem`: chat, run, info, bench. Arguments in; text on stdout, everything about the run on stderr.
+
+Exit codes: 0 done, 1 stdout was closed, 2 a mistake of the caller or the file (one line on stderr), 130 interrupted.
+Only what a command needs is imported, so that `--help` and `--version` answer at once.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import tandem
+from tandem.errors import EngineError, RequestError, nearest
+
+if TYPE_CHECKING:
+    from tandem.engine import Engine
+    from tandem.text.tokenizer import Tokenizer
+
+# llama.cpp's choice: repeats are not looked for across these
+_DRY_BREAKERS = ("\n", ":", '"', "*")
+_SAMPLING_NUMBERS: tuple[tuple[str, type, str], ...] = (
+    ("temperature", float, "0 takes the most likely token"),
+    ("top-k", int, "keep the k most likely tokens; 0: all"),
+    ("top-p", float, "keep the most likely tokens up to this mass"),
+    ("min-p", float, "drop tokens below this share of the most likely one"),
+    ("typical-p", float, "keep tokens of typical surprise up to this mass"),
+    ("presence-penalty", float, "subtracted once for tokens of the answer"),
+    ("frequency-penalty", float, "subtracted per occurrence in the answer"),
+    ("repetition-penalty", float, "divides tokens of the window; 1 is off"),
+    ("repetition-window", int, "tokens that repetition-penalty looks back; -1: all"),
+    ("dry-multiplier", float, "DRY penalty on long repeats; 0 is off"),
+    ("dry-base", float, "growth of the DRY penalty per repeated token"),
+    ("dry-allowed-length", int, "longest repeat that DRY leaves alone, plus one"),
+    ("dry-window", int, "tokens that DRY looks back; -1: all"),
+    ("seed", int, "of the random choices; the same seed gives the same text"),
+    ("max-tokens", int, "of one answer"),
+)
+
+
+class _Commands(click.Group):
+    """A group whose unknown commands name the nearest one."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]):
+        name = args[0]
+        if self.get_command(ctx, name) is None and not name.startswith("-"):
+            ctx.fail(f"unknown command {name!r}{nearest(name, self.list_commands(ctx))}")
+        return super().resolve_command(ctx, args)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs the command line and exits the process; argv: without the program's name, None: the process's own."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    sys.exit(_exit_code(argv))
+
+
+def _exit_code(argv: list[str] | None) -> int:
+    try:
+        return commands.main(args=argv, prog_name="tandem", standalone_mode=False) or 0
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except EngineError as error:
+        click.echo(f"tandem: {error}", err=True)
+    except UnicodeDecodeError as error:
+        click.echo(f"tandem: standard input is not UTF-8 at byte {error.start}: convert it first", err=True)
+    except (KeyboardInterrupt, click.Abort):
+        return 130
+    return 2
+
+
+def _number_options(command: Callable) -> Callable:
+    for name, kind, meaning in reversed(_SAMPLING_NUMBERS):
+        command = click.option(f"--{name}", type=kind, default=None, help=meaning)(command)
+    return command
+
+
+def _sampling_options(command: Callable) -> Callable:
+    """Adds the settings of Sampling, and of the chat template, as options."""
+    for option in (
+        click.option("--no-think", is_flag=True, help="ask the model to answer without reasoning first"),
+        click.option("--profile", help="sampling profile: thinking, coding, ... of the model's family, or a full name"),
+        click.option("--stop", multiple=True, metavar="TEXT", help="end the answer before this text"),
+        click.option("--logit-bias", multiple=True, metavar="ID=BIAS", help="added to a token's logit; -inf forbids it"),
+        click.option("--dry-breaker", multiple=True, metavar="TEXT",
+                     help=r"DRY repeats do not reach over it; default \n : \" *"),
+    ):
+        command = option(command)
+    return _number_options(command)
+
+
+def _engine_options(command: Callable) -> Callable:
+    for option in (
+        click.option("--quiet", "-q", is_flag=True, help="no plan and no speed on stderr"),
+        click.option("--kv", metavar="TYPE", default="f16", show_default=True, help="cache type: f16, q8_0 or f32"),
+        click.option("--threads", type=int, help="default: the physical cores"),
+        click.option("--ctx", type=int, help="tokens of context; default: 8192 or what fits"),
+        click.argument("model", metavar="MODEL"),
+    ):
+        command = option(command)
+    return command
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(tandem.__version__, prog_name="tandem")
+def commands() -> None:
+    """Runs language models from GGUF files on this computer. MODEL is a .gguf file, or any part of a split one."""
+
+
+@commands.command()
+@_engine_options
+@_sampling_options
+@click.option("--system", metavar="TEXT", help="system message")
+@click.option("--loop-guard/--no-loop-guard", default=True, show_default=True, help="stop answers that run in circles")
+def chat(model: str, **options: Any) -> None:
+    """Talk with a model. From a pipe: one question per line."""
+    from tandem.chat import Chat, converse
+
+    with _load(model, options) as engine:
+        talk = Chat(
+            engine,
+            _overrides(engine, options),
+            profile=options["profile"],
+            template_options=_template_options(options),
+            system=options["system"],
+            quiet=options["quiet"],
+        )
+        sys.stdout.flush()
+        code = converse(talk)
+    click.get_current_context().exit(code)
+
+
+@commands.command()
+@_engine_options
+@_sampling_options
+@click.argument("prompt", required=False)
+@click.option("--system", metavar="TEXT", help="system message")
+@click.option("--raw", is_flag=True, help="continue the prompt as it stands, without the chat template")
+@click.option("--json", "as_json", is_flag=True, help="print one JSON object instead of the text")
+@click.option("--loop-guard/--no-loop-guard", default=False, show_default=True, help="stop answers that run in circles")
+def run(model: str, prompt: str | None, **options: Any) -> None:
+    """Answer one PROMPT and exit. Without PROMPT, or with -, it is read from standard input."""
+    from tandem.chat import Answer, checked_text
+
+    if options["raw"] and options["system"]:
+        raise click.UsageError("--system needs the chat template: leave out --raw")
+    text = checked_text(_prompt_text(prompt))
+    with _load(model, options) as engine:
+        messages = [{"role": "user", "content": text}]
+        if options["system"]:
+            messages.insert(0, {"role": "system", "content": options["system"]})
+        answer = Answer(
+            engine,
+            text if options["raw"] else messages,
+            _overrides(engine, options),
+            profile=options["profile"],
+            template_options=_template_options(options),
+        )
+        if options["as_json"]:
+            _write_json(engine, answer, options["quiet"])
+        else:
+            answer.show(options["quiet"])
+    if answer.stats.stop_reason == "cancelled":
+        click.get_current_context().exit(130)
+
+
+def _write_json(engine: "Engine", answer, quiet: bool) -> None:
+    from tandem.show import stats_line, stats_object
+
+    answer.run()
+    stats = answer.stats
+    result = {
+        "model": engine.summary.name,
+        "text": answer.text,
+        "reasoning": answer.reasoning,
+        "token_ids": answer.generation.token_ids,
+        "tokens": {"prompt": stats.prompt_tokens, "reused": stats.reused_tokens, "completion": stats.completion_tokens},
+        "timings": stats_object(stats),
+        "stop_reason": stats.stop_reason,
+        "seed": answer.generation.sampler.seed,
+        "version": tandem.__version__,
+    }
+    click.echo(json.dumps(result))
+    if not quiet:
+        click.echo(stats_line(stats), err=True)
+
+
+@commands.command()
+@click.argument("model", metavar="MODEL")
+@click.option("--json", "as_json", is_flag=True, help="print one JSON object")
+def info(model: str, as_json: bool) -> None:
+    """Tell what a model file holds and what memory it needs, without loading it."""
+    from tandem.machine import machine
+    from tandem.runtime.plan import describe
+    from tandem.show import summary_lines, summary_object
+
+    summary = describe(_existing(model))
+    if as_json:
+        click.echo(json.dumps(summary_object(summary)))
+    else:
+        click.echo("\n".join(summary_lines(summary, machine().free_bytes)))
+
+
+@commands.command()
+@_engine_options
+@click.option("--prefill", type=click.IntRange(0), default=512, show_default=True, help="tokens of the prefill")
+@click.option("--depths", default="0,2048", show_default=True, help="tokens already in the context at decode")
+@click.option("--decode", type=click.IntRange(0), default=64, show_default=True, help="tokens to decode")
+@click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="runs of which the median counts")
+def bench(model: str, prefill: int, depths: str, decode: int, repeats: int, **options: Any) -> None:
+    """Measure prefill and decode speed; the last line of output is one JSON object."""
+    from tandem.bench.decode import bench as measure
+    from tandem.bench.decode import report
+
+    places = _depths(depths)
+    if options["ctx"] is None:
+        options["ctx"] = max(prefill, *places) + decode
+    with _load(model, options) as engine:
+        on_run = (lambda line: None) if options["quiet"] else click.echo
+        speeds = measure(engine, prefill, places, decode, repeats, on_run)
+        click.echo(report(engine, speeds, prefill))
+
+
+def _depths(text: str) -> list[int]:
+    try:
+        places = [int(part) for part in text.split(",")]
+    except ValueError:
+        places = []
+    if not places or min(places) < 0:
+        raise click.BadParameter(f"{text!r} is not a list of token counts such as 0,2048", param_hint="--depths")
+    return places
+
+
+def _existing(model: str) -> Path:
+    path = Path(model)
+    if not path.is_file():
+        folder = path.parent if path.parent.is_dir() else Path()
+        others = [other.name for other in folder.glob("*.gguf")]
+        what = "a folder" if path.is_dir() else "not there"
+        raise RequestError(f"{model} is {what}: MODEL is a .gguf file{nearest(path.name, others) if others else ''}")
+    return path
+
+
+def _load(model: str, options: Mapping[str, Any]) -> "Engine":
+    path, quiet = _existing(model), options["quiet"]
+
+    def tell(text: str) -> None:
+        if not quiet:
+            click.echo(text, err=True)
+
+    tell(f"loading {path.name}")
+    start = time.monotonic()
+    engine = tandem.load(
+        path,
+        ctx=options["ctx"],
+        threads=options["threads"],
+        kv=options["kv"],
+        on_plan=lambda plan: tell("\n".join(f"  {line}" for line in plan.lines())),
+    )
+    tell(f"ready after {time.monotonic() - start:.1f} s, {engine.plan.threads} threads")
+    return engine
+
+
+def _prompt_text(prompt: str | None) -> str:
+    if prompt is None and sys.stdin.isatty():
+        raise click.UsageError("no PROMPT given and standard input is a terminal")
+    text = sys.stdin.buffer.read().decode() if prompt in (None, "-") else prompt
+    if not text.strip():
+        raise RequestError("the prompt is empty: give some text")
+    return text
+
+
+def _template_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {"enable_thinking": False} if options["no_think"] else {}
+
+
+def _overrides(engine: "Engine", options: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of Sampling that the command line sets."""
+    names = [name.replace("-", "_") for name, _, _ in _SAMPLING_NUMBERS]
+    given: dict[str, Any] = {name: options[name] for name in names if options[name] is not None}
+    given["loop_guard"] = options["loop_guard"]
+    if options["stop"]:
+        given["stop"] = options["stop"]
+    if options["logit_bias"]:
+        given["logit_bias"] = [_bias(text) for text in options["logit_bias"]]
+    if given.get("dry_multiplier"):
+        given["dry_breakers"] = breaker_ids(engine.tokenizer, options["dry_breaker"] or _DRY_BREAKERS)
+    elif options["dry_breaker"]:
+        raise click.UsageError("--dry-breaker has no effect without --dry-multiplier")
+    return given
+
+
+def _bias(text: str) -> tuple[str, float]:
+    token, equals, bias = text.partition("=")
+    try:
+        return token, float(bias)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not of the form ID=BIAS", param_hint="--logit-bias") from None
+
+
+def breaker_ids(tokenizer: "Tokenizer", texts: tuple[str, ...]) -> tuple[int, ...]:
+    """Ids of all tokens whose text holds one of these."""
+    wanted = [text.encode() for text in texts]
+    return tuple(
+        token for token in range(tokenizer.vocab_size) if any(part in tokenizer.token_bytes(token) for part in wanted)
+    )
