@@ -148,14 +148,15 @@ def test_a_vocabulary_of_248_000_tokens_and_merges_is_read_in_half_a_second(tmp_
     metadata = {"tokens": words, "merges": merges, "types": np.ones(248_000, np.int32)}
     path = tmp_path / "vocabulary.gguf"
     write_gguf(path, metadata, [])
-    seconds = []
+    cpu_s, wall_s = [], []
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.process_time(), time.perf_counter()
         model = read_gguf(path)
-        seconds.append(time.perf_counter() - start)
-    print(f"\n{path.stat().st_size / 1e6:.1f} MB of metadata in {min(seconds):.3f} s (best of 5: {seconds})")
+        cpu_s.append(time.process_time() - start[0])
+        wall_s.append(time.perf_counter() - start[1])
+    print(f"\n{path.stat().st_size / 1e6:.1f} MB of metadata: {min(wall_s):.3f} s, {min(cpu_s):.3f} s of CPU (best of 5)")
     assert model.metadata["tokens"] == words and model.metadata["merges"] == merges
-    assert min(seconds) < 0.5
+    assert min(cpu_s) < 0.5  # CPU time, so that a busy machine does not fail the test; the file is in the page cache
 
 
 # --- split models ----------------------------------------------------------------------------------------------------
