@@ -65,6 +65,54 @@ inline __m512 widen(__m128 a) { return _mm512_castps128_ps512(a); }
 inline __m512 widen(__m256 a) { return _mm512_castps256_ps512(a); }
 inline __m512 widen(__m512 a) { return a; }
 
+// The first N bytes at p; bytes past them are not touched and read as zero.
+template <int N>
+inline __m512i load_bytes(const uint8_t* p) {
+    if constexpr (N == 64) return _mm512_loadu_si512(p);
+    else return _mm512_maskz_loadu_epi8((1ull << N) - 1, p);
+}
+// The 32 bytes at p, twice.
+inline __m512i load_twice(const uint8_t* p) { return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)p)); }
+// Per 16-bit word: shifts of the lower and of the upper 32 bytes. Bits cross bytes: mask afterwards.
+inline __m512i half_shifts(int lower, int upper) {
+    return _mm512_inserti64x4(_mm512_set1_epi16(short(lower)), _mm256_set1_epi16(short(upper)), 1);
+}
+inline __m512i shift_right(__m512i v, int lower, int upper) { return _mm512_srlv_epi16(v, half_shifts(lower, upper)); }
+inline __m512i shift_left(__m512i v, int lower, int upper) { return _mm512_sllv_epi16(v, half_shifts(lower, upper)); }
+// a | (b & mask)
+inline __m512i merge(__m512i a, __m512i b, int mask) {
+    return _mm512_ternarylogic_epi32(a, b, _mm512_set1_epi8(char(mask)), 0xf8);
+}
+inline __m512i keep(__m512i a, int mask) { return _mm512_and_si512(a, _mm512_set1_epi8(char(mask))); }
+// Two bit patterns of halves as floats, then zeros.
+inline __m128 two_halves(uint32_t bits) { return _mm_cvtph_ps(_mm_cvtsi32_si128(int(bits))); }
+inline __m256 half_times_8(const uint8_t* p) { return _mm256_cvtph_ps(_mm_set1_epi16(read_as<short>(p))); }
+inline __m512 half_times_16(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_set1_epi16(read_as<short>(p))); }
+inline __m256 bytes_to_float8(uint64_t bytes) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)bytes)));
+}
+
+// Nibbles of two 32-value blocks, 16 bytes at First and First + Stride, into 64 values (low nibbles first in each block).
+template <int First, int Stride>
+inline __m512i two_blocks_of_nibbles(const uint8_t* p) {
+    alignas(64) static constexpr auto index = [] {
+        struct { uint8_t at[64]; } made{};
+        for (int i = 0; i < 64; i++) made.at[i] = uint8_t(First + i / 32 * Stride + i % 16);
+        return made;
+    }();
+    alignas(64) static constexpr auto shift = [] {
+        struct { uint16_t by[32]; } made{};
+        for (int i = 0; i < 32; i++) made.by[i] = i / 8 % 2 ? 4 : 0;
+        return made;
+    }();
+    const __m512i bytes = _mm512_permutexvar_epi8(_mm512_load_si512(index.at), load_bytes<First + Stride + 16>(p));
+    return keep(_mm512_srlv_epi16(bytes, _mm512_load_si512(shift.by)), 15);
+}
+
+inline __m512i look_up(const int8_t* table16, __m512i codes) {
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)table16)), codes);
+}
+
 // 64 * Units values: q[u] holds 64 of them in order; lane g of scale and bias belongs to values g*group .. .
 // bias need not be set without has_min.
 template <int Units, int Groups>

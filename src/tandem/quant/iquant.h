@@ -125,6 +125,14 @@ struct IQ4_NL {
             q[i + 16] = grids.iq4nl[b[2 + i] >> 4];
         }
     }
+#if TANDEM_AVX512
+    static Span<1, 2> load(const uint8_t* p) {
+        Span<1, 2> s;
+        s.q[0] = look_up(grids.iq4nl, two_blocks_of_nibbles<2, 18>(p));
+        s.scale = two_halves(read_as<uint16_t>(p) | uint32_t(read_as<uint16_t>(p + 18)) << 16);
+        return s;
+    }
+#endif
 };
 
 struct IQ4_XS {
@@ -142,6 +150,24 @@ struct IQ4_XS {
             }
         }
     }
+#if TANDEM_AVX512
+    static Span<4, 8> load(const uint8_t* p) {
+        Span<4, 8> s;
+        // 64 bytes are four groups of 16: the unit's groups are (low, high) of two of them.
+        const __m512i lower = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), upper = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+        for (int h = 0; h < 2; h++) {
+            const __m512i packed = _mm512_loadu_si512(p + 8 + 64 * h);
+            const __m512i low = look_up(grids.iq4nl, keep(packed, 15));
+            const __m512i high = look_up(grids.iq4nl, keep(_mm512_srli_epi16(packed, 4), 15));
+            s.q[2 * h] = _mm512_permutex2var_epi64(low, lower, high);
+            s.q[2 * h + 1] = _mm512_permutex2var_epi64(low, upper, high);
+        }
+        const uint64_t codes = _pdep_u64(read_as<uint32_t>(p + 4), 0x0f0f0f0f0f0f0f0f) |
+                               _pdep_u64(read_as<uint16_t>(p + 2), 0x3030303030303030);
+        s.scale = _mm256_mul_ps(half_times_8(p), _mm256_sub_ps(bytes_to_float8(codes), _mm256_set1_ps(32)));
+        return s;
+    }
+#endif
 };
 
 }  // namespace tandem::quant

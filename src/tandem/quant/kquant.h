@@ -27,6 +27,18 @@ inline void scales_and_mins(const uint8_t* b, float* scale, float* bias) {
     }
 }
 
+#if TANDEM_AVX512
+inline void scales_and_mins(const uint8_t* b, __m256* scale, __m256* bias) {
+    uint64_t s[2];
+    split_scales(b + 4, (uint8_t*)s);
+    *scale = _mm256_mul_ps(half_times_8(b), bytes_to_float8(s[0]));
+    *bias = _mm256_mul_ps(_mm256_xor_ps(half_times_8(b + 2), _mm256_set1_ps(-0.0f)), bytes_to_float8(s[1]));
+}
+
+// The two bits of each byte of 32, at 2 * part and 2 * part + 2, for the lower and the upper half.
+inline __m512i two_bits(const uint8_t* p, int part) { return keep(shift_right(load_twice(p), 2 * part, 2 * part + 2), 3); }
+#endif
+
 inline void split_nibbles32(const uint8_t* packed, int8_t* q) {
     for (int i = 0; i < 32; i++) {
         q[i] = int8_t(packed[i] & 15);
@@ -48,6 +60,17 @@ struct Q2_K {
                 for (int i = 0; i < 32; i++)
                     q[128 * half + 32 * part + i] = int8_t(b[16 + 32 * half + i] >> 2 * part & 3);
     }
+#if TANDEM_AVX512
+    static Span<4, 16> load(const uint8_t* p) {
+        Span<4, 16> s;
+        for (int u = 0; u < 4; u++) s.q[u] = two_bits(p + 16 + 32 * (u / 2), 2 * (u % 2));
+        const __m512i packed = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+        s.scale = _mm512_mul_ps(half_times_16(p + 80), _mm512_cvtepi32_ps(_mm512_and_si512(packed, _mm512_set1_epi32(15))));
+        const __m512 minus = _mm512_xor_ps(half_times_16(p + 82), _mm512_set1_ps(-0.0f));
+        s.bias = _mm512_mul_ps(minus, _mm512_cvtepi32_ps(_mm512_srli_epi32(packed, 4)));
+        return s;
+    }
+#endif
 };
 
 struct Q3_K {
@@ -67,6 +90,22 @@ struct Q3_K {
                     q[128 * half + 32 * part + i] = int8_t((b[32 + 32 * half + i] >> 2 * part & 3) | high << 2);
                 }
     }
+#if TANDEM_AVX512
+    static Span<4, 16> load(const uint8_t* p) {
+        Span<4, 16> s;
+        const __m512i high = load_twice(p);
+        s.q[0] = merge(two_bits(p + 32, 0), shift_left(high, 2, 1), 4);
+        s.q[1] = merge(two_bits(p + 32, 2), shift_right(high, 0, 1), 4);
+        s.q[2] = merge(two_bits(p + 64, 0), shift_right(high, 2, 3), 4);
+        s.q[3] = merge(two_bits(p + 64, 2), shift_right(high, 4, 5), 4);
+        const uint64_t nibbles = read_as<uint64_t>(p + 96), top = read_as<uint32_t>(p + 104);
+        const uint64_t low = (nibbles & 0x0f0f0f0f0f0f0f0f) | ((top << 4 | top << 34) & 0x3030303030303030);
+        const uint64_t upper = (nibbles >> 4 & 0x0f0f0f0f0f0f0f0f) | ((top | top << 30) & 0x3030303030303030);
+        const __m512i codes = _mm512_cvtepu8_epi32(_mm_set_epi64x((long long)upper, (long long)low));
+        s.scale = _mm512_mul_ps(half_times_16(p + 108), _mm512_cvtepi32_ps(_mm512_sub_epi32(codes, _mm512_set1_epi32(32))));
+        return s;
+    }
+#endif
 };
 
 struct Q4_K {
@@ -76,6 +115,14 @@ struct Q4_K {
         scales_and_mins(b, scale, bias);
         for (int j = 0; j < 4; j++) split_nibbles32(b + 16 + 32 * j, q + 64 * j);
     }
+#if TANDEM_AVX512
+    static Span<4, 8> load(const uint8_t* p) {
+        Span<4, 8> s;
+        for (int u = 0; u < 4; u++) s.q[u] = keep(shift_right(load_twice(p + 16 + 32 * u), 0, 4), 15);
+        scales_and_mins(p, &s.scale, &s.bias);
+        return s;
+    }
+#endif
 };
 
 struct Q5_K {
@@ -87,6 +134,16 @@ struct Q5_K {
         for (int j = 0; j < 8; j++)
             for (int i = 0; i < 32; i++) q[32 * j + i] = int8_t(q[32 * j + i] | (b[16 + i] >> j & 1) << 4);
     }
+#if TANDEM_AVX512
+    static Span<4, 8> load(const uint8_t* p) {
+        Span<4, 8> s;
+        const __m512i high = load_twice(p + 16);
+        const __m512i fifth[4] = {shift_left(high, 4, 3), shift_left(high, 2, 1), shift_right(high, 0, 1), shift_right(high, 2, 3)};
+        for (int u = 0; u < 4; u++) s.q[u] = merge(keep(shift_right(load_twice(p + 48 + 32 * u), 0, 4), 15), fifth[u], 16);
+        scales_and_mins(p, &s.scale, &s.bias);
+        return s;
+    }
+#endif
 };
 
 struct Q6_K {
@@ -103,6 +160,19 @@ struct Q6_K {
                     q[128 * half + 32 * part + i] = int8_t(low | high << 4);
                 }
     }
+#if TANDEM_AVX512
+    static Span<4, 16> load(const uint8_t* p) {
+        Span<4, 16> s;
+        for (int h = 0; h < 2; h++) {
+            const __m512i low = _mm512_loadu_si512(p + 64 * h), high = load_twice(p + 128 + 32 * h);
+            s.q[2 * h] = merge(keep(low, 15), shift_left(high, 4, 2), 48);
+            s.q[2 * h + 1] = merge(keep(_mm512_srli_epi16(low, 4), 15), shift_right(high, 0, 2), 48);
+        }
+        const __m512i codes = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(p + 192)));
+        s.scale = _mm512_mul_ps(half_times_16(p + 208), _mm512_cvtepi32_ps(codes));
+        return s;
+    }
+#endif
 };
 
 }  // namespace tandem::quant

@@ -16,6 +16,12 @@ inline void add_fifth_bits(uint32_t bits, int8_t* q) {
     for (int i = 0; i < 32; i++) q[i] = int8_t(q[i] | (bits >> i & 1) << 4);
 }
 
+#if TANDEM_AVX512
+inline __m512i with_fifth_bits(__m512i q, uint32_t low, uint32_t high) {
+    return _mm512_mask_add_epi8(q, low | uint64_t(high) << 32, q, _mm512_set1_epi8(16));
+}
+#endif
+
 struct Q4_0 {
     static constexpr int type = 2, block = 32, bytes = 18, group = 32, q_max = 15, offset = 8;
     static constexpr bool is_signed = false, has_min = false;
@@ -23,6 +29,14 @@ struct Q4_0 {
         scale[0] = read_half(b);
         split_nibbles16(b + 2, q);
     }
+#if TANDEM_AVX512
+    static Span<1, 2> load(const uint8_t* p) {
+        Span<1, 2> s;
+        s.q[0] = two_blocks_of_nibbles<2, 18>(p);
+        s.scale = two_halves(read_as<uint16_t>(p) | uint32_t(read_as<uint16_t>(p + 18)) << 16);
+        return s;
+    }
+#endif
 };
 
 struct Q4_1 {
@@ -33,6 +47,16 @@ struct Q4_1 {
         bias[0] = read_half(b + 2);
         split_nibbles16(b + 4, q);
     }
+#if TANDEM_AVX512
+    static Span<1, 2> load(const uint8_t* p) {
+        const uint32_t first = read_as<uint32_t>(p), second = read_as<uint32_t>(p + 20);
+        Span<1, 2> s;
+        s.q[0] = two_blocks_of_nibbles<4, 20>(p);
+        s.scale = two_halves((first & 0xffff) | second << 16);
+        s.bias = two_halves(first >> 16 | (second & 0xffff0000));
+        return s;
+    }
+#endif
 };
 
 struct Q5_0 {
@@ -43,6 +67,14 @@ struct Q5_0 {
         split_nibbles16(b + 6, q);
         add_fifth_bits(read_as<uint32_t>(b + 2), q);
     }
+#if TANDEM_AVX512
+    static Span<1, 2> load(const uint8_t* p) {
+        Span<1, 2> s;
+        s.q[0] = with_fifth_bits(two_blocks_of_nibbles<6, 22>(p), read_as<uint32_t>(p + 2), read_as<uint32_t>(p + 24));
+        s.scale = two_halves(read_as<uint16_t>(p) | uint32_t(read_as<uint16_t>(p + 22)) << 16);
+        return s;
+    }
+#endif
 };
 
 struct Q5_1 {
@@ -54,6 +86,16 @@ struct Q5_1 {
         split_nibbles16(b + 8, q);
         add_fifth_bits(read_as<uint32_t>(b + 4), q);
     }
+#if TANDEM_AVX512
+    static Span<1, 2> load(const uint8_t* p) {
+        const uint32_t first = read_as<uint32_t>(p), second = read_as<uint32_t>(p + 24);
+        Span<1, 2> s;
+        s.q[0] = with_fifth_bits(two_blocks_of_nibbles<8, 24>(p), read_as<uint32_t>(p + 4), read_as<uint32_t>(p + 28));
+        s.scale = two_halves((first & 0xffff) | second << 16);
+        s.bias = two_halves(first >> 16 | (second & 0xffff0000));
+        return s;
+    }
+#endif
 };
 
 struct Q8_0 {
@@ -63,6 +105,15 @@ struct Q8_0 {
         scale[0] = read_half(b);
         std::memcpy(q, b + 2, 32);
     }
+#if TANDEM_AVX512
+    static Span<1, 2> load(const uint8_t* p) {
+        const __m256i low = _mm256_loadu_si256((const __m256i*)(p + 2)), high = _mm256_loadu_si256((const __m256i*)(p + 36));
+        Span<1, 2> s;
+        s.q[0] = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+        s.scale = two_halves(read_as<uint16_t>(p) | uint32_t(read_as<uint16_t>(p + 34)) << 16);
+        return s;
+    }
+#endif
 };
 
 }  // namespace tandem::quant

@@ -24,6 +24,14 @@ struct MXFP4 {
             q[i + 16] = grids.e2m1[b[1 + i] >> 4];
         }
     }
+#if TANDEM_AVX512
+    static Span<1, 2> load(const uint8_t* p) {
+        Span<1, 2> s;
+        s.q[0] = look_up(grids.e2m1, two_blocks_of_nibbles<1, 17>(p));
+        s.scale = _mm_setr_ps(half_e8m0(p[0]), half_e8m0(p[17]), 0, 0);
+        return s;
+    }
+#endif
 };
 
 struct NVFP4 {
@@ -38,6 +46,21 @@ struct NVFP4 {
             }
         }
     }
+#if TANDEM_AVX512
+    static Span<1, 4> load(const uint8_t* p) {
+        Span<1, 4> s;
+        const __m256i packed = _mm256_loadu_si256((const __m256i*)(p + 4));
+        // Each 8 bytes twice: their low nibbles, then their high ones.
+        const __m512i twice = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 0, 1, 1, 2, 2, 3, 3), _mm512_castsi256_si512(packed));
+        s.q[0] = look_up(grids.e2m1, keep(_mm512_srlv_epi64(twice, _mm512_setr_epi64(0, 4, 0, 4, 0, 4, 0, 4)), 15));
+        // An E4M3 code shifted into a half is 2^-8 of its value; half of that is wanted.
+        const __m128i codes = _mm_cvtepu8_epi16(_mm_cvtsi32_si128(read_as<int>(p)));
+        const __m128i bits = _mm_slli_epi16(_mm_and_si128(codes, _mm_set1_epi16(0x7f)), 7);
+        const __m128i valid = _mm_maskz_mov_epi16(_mm_cmpneq_epi16_mask(codes, _mm_set1_epi16(0x7f)), bits);
+        s.scale = _mm_mul_ps(_mm_cvtph_ps(valid), _mm_set1_ps(128));
+        return s;
+    }
+#endif
 };
 
 }  // namespace tandem::quant

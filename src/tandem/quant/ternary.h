@@ -35,6 +35,17 @@ struct TQ2_0 {
                 for (int i = 0; i < 32; i++)
                     q[128 * half + 32 * part + i] = int8_t(b[32 * half + i] >> 2 * part & 3);
     }
+#if TANDEM_AVX512
+    static Span<4, 8> load(const uint8_t* p) {
+        Span<4, 8> s;
+        for (int u = 0; u < 4; u++) {
+            const int part = 4 * (u % 2);
+            s.q[u] = keep(shift_right(load_twice(p + 32 * (u / 2)), part, part + 2), 3);
+        }
+        s.scale = half_times_8(p + 64);
+        return s;
+    }
+#endif
 };
 
 }  // namespace tandem::quant
