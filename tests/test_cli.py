@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from fake_engine import FakeEngine
+from tiny_models import write_tiny
 
 import tandem
 from tandem.cli import breaker_ids, main
@@ -238,6 +239,45 @@ def test_a_closed_pipe_ends_quietly(model):
     line = f"{sys.executable} {TESTS / 'fake_engine.py'} {script} run -q {model} hi | head -c 10"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {line}"], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (1, "x" * 10, "")
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen35moe"])
+def tiny(request, tmp_path_factory):
+    return write_tiny(request.param, tmp_path_factory.mktemp("tiny") / f"{request.param}.gguf", "Q8_0", seed=3)
+
+
+def test_run_and_chat_work_on_a_real_file(command, tiny):
+    args = [tiny, "--ctx", 200, "--threads", 1, "--temperature", 0, "--max-tokens", 8, "--no-loop-guard"]
+    code, out, err = command("run", *args, "--json", "hello")
+    first = json.loads(out)
+    assert code == 0 and len(first["token_ids"]) == first["tokens"]["completion"] <= 8
+    assert first["model"].startswith("tiny") and first["timings"]["first_token_s"] > 0
+    assert "weights" in err and "total" in err and "ended by" in err
+    code, out, err = command("chat", *args, stdin=b"hello\nand more\n")
+    assert code == 0 and out.startswith(first["text"].rstrip("\n"))
+    assert len(re.findall("ended by", err)) == 2 and " reused)" in err
+
+
+def test_bench_ends_with_one_json_object(command, tiny):
+    code, out, _ = command("bench", tiny, "--prefill", 20, "--depths", "0,30", "--decode", 3, "--repeats", 2, "--threads", 1)
+    result = json.loads(out.splitlines()[-1])
+    assert code == 0 and [row["depth"] for row in result["depths"]] == [0, 30]
+    assert {"model", "device", "threads", "depth", "prefill_tok_s", "decode_tok_s", "bytes_per_token", "ram_read_gb_s",
+            "share_of_ram_bandwidth", "version"} <= set(result)
+
+
+def test_info_tells_sizes_by_role_and_memory_by_context(command, tiny):
+    code, out, err = command("info", tiny, "--json")
+    told = json.loads(out)
+    assert (code, err) == (0, "")
+    assert told["file_bytes"] == Path(tiny).stat().st_size
+    assert sum(role["n_params"] for role in told["roles"]) == told["n_params"]
+    assert all(sum(role["formats"].values()) == role["size_bytes"] for role in told["roles"])
+    needs = told["memory_bytes"]["f16"]
+    assert list(needs) == ["512"] and needs["512"] > told["memory_bytes"]["q8_0"]["512"] > sum(
+        role["size_bytes"] for role in told["roles"])
+    code, text, _ = command("info", tiny)
+    assert code == 0 and told["architecture"] in text and "Q8_0" in text and "each token takes f16" in text
 
 
 class Terminal:
