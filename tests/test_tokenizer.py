@@ -380,3 +380,45 @@ def test_byte_tokens_must_spell_a_byte():
     tokens[tokens.index("<0x41>")] = "<0xZZ>"
     with pytest.raises(FormatError, match="'<0xZZ>' has the type byte"):
         Tokenizer.from_metadata({**metadata, "tokenizer.ggml.tokens": tokens})
+
+
+@st.composite
+def small_metadata(draw):
+    """Metadata of up to twelve tokens, every key drawn at random; mostly of fitting lengths, sometimes not."""
+    tokens = draw(st.lists(st.text("ab \u2581ĠĊ<>\0", max_size=3), min_size=1, max_size=8, unique=True))
+    tokens += draw(st.lists(st.sampled_from(["<0x61>", "<0x20>", "</s>", "<|im_end|>", "é"]), unique=True))
+    letters = [letter for letter in small.letters().values() if letter not in tokens] if draw(st.booleans()) else []
+    count = len(tokens) if draw(st.integers(0, 9)) else draw(st.integers(0, 12))
+    numbers = lambda each: st.lists(st.sampled_from(each), min_size=count, max_size=count)  # noqa: E731
+    kinds = draw(numbers([1, 1, 1, 1, 1, 1, 1, 2, 3, 4, 5, 0, 7])) + [small.NORMAL] * len(letters)
+    scores = draw(numbers([0.0, -1.0, -2.5, float("-inf"), float("inf")])) + [0.0] * len(letters)
+    merges = st.sampled_from(tokens).map(lambda token: f"{token[:1]} {token[1:]}")
+    drawn = {
+        "model": draw(st.sampled_from(["gpt2", "llama"])),
+        "pre": draw(st.sampled_from(["gpt-2", "llama-bpe", "qwen35"])),
+        "tokens": tokens + letters,
+        "token_type": np.array(kinds, np.int32),
+        "scores": np.array(scores, np.float32),
+        "merges": draw(st.lists(merges, max_size=2)),
+        "add_bos_token": draw(st.booleans()),
+        "add_space_prefix": draw(st.booleans()),
+        "remove_extra_whitespaces": draw(st.booleans()),
+    }
+    for key in ("bos_token_id", "eos_token_id", "unknown_token_id"):
+        if draw(st.booleans()):
+            drawn[key] = draw(st.integers(0, len(tokens) - 1))
+    return {f"tokenizer.ggml.{key}": value for key, value in drawn.items()}
+
+
+@settings(max_examples=500, deadline=None)
+@given(small_metadata(), st.text("ab \u2581\n<>|im_endé\0", max_size=20))
+def test_any_small_vocabulary_works_or_is_a_format_error(metadata, text):
+    try:
+        tokenizer = Tokenizer.from_metadata(metadata)
+        plain = tokenizer.encode(text)
+        ids = tokenizer.encode(text, parse_special=True, add_special=True)
+    except (FormatError, RequestError):
+        return
+    assert tokenizer.control_ids.intersection(plain) <= {tokenizer.unknown_id}
+    assert all(0 <= index < tokenizer.vocab_size for index in plain + ids)
+    assert isinstance(tokenizer.decode(ids, keep_control=True), str)

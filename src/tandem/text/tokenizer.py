@@ -197,13 +197,18 @@ def _model_entries(vocabulary: Vocabulary) -> dict[str, int]:
     """Token -> id as the merge model sees it: tokens that no text may become get a key that no text can match."""
     entries = dict(vocabulary.id_of)
     hidden = set(np.flatnonzero(vocabulary.types == UNUSED).tolist()) | vocabulary.control_ids
+    hidden.update(index for index, token in enumerate(vocabulary.tokens) if not token)
     for index in hidden:
         entries.pop(vocabulary.tokens[index], None)
-        entries[f"\0{index}\0"] = index
-    for index, token in enumerate(vocabulary.tokens):
-        if not token:
-            entries[f"\0{index}\0"] = index
+    for index in hidden:
+        if entries.setdefault(_hidden_key(index), index) != index:
+            raise FormatError(f"tokenizer.ggml.tokens: {_hidden_key(index)!r} is a spelling that no vocabulary needs")
     return entries
+
+
+def _hidden_key(index: int) -> str:
+    """What the merge model calls a token that text cannot become: no merge of two tokens makes it."""
+    return f"\0{index}\0"
 
 
 def _byte_level(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
@@ -227,10 +232,8 @@ def _sentencepiece(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
     """SentencePiece BPE: of all neighbours, merge the pair whose joint token has the best score; else fall to bytes."""
     if vocabulary.scores is None:
         raise FormatError("tokenizer.ggml.scores is missing: a vocabulary of model 'llama' merges by score")
-    unknown = None if vocabulary.unknown_id is None else f"\0{vocabulary.unknown_id}\0"
-    if vocabulary.unknown_id is not None and vocabulary.unknown_id not in vocabulary.control_ids:
-        unknown = vocabulary.tokens[vocabulary.unknown_id]
     entries = _model_entries(vocabulary)
+    unknown = next((token for token, index in entries.items() if index == vocabulary.unknown_id), None)
     options = {"byte_fallback": True, "fuse_unk": True, "unk_token": unknown}
     model = _merge_model(entries, _merges_by_score(vocabulary), vocabulary, **options)
     tokenizer = tokenizers.Tokenizer(model)
