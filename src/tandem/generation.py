@@ -62,7 +62,7 @@ class Generation:
     ):
         self.session, self.tokenizer, self.prompt, self.sampling = session, tokenizer, prompt, sampling
         self.on_progress = on_progress
-        self.sampler = Sampler(sampling, tokenizer.vocab_size)
+        self.sampler = Sampler(sampling, session.vocab_size)
         self.token_ids: list[int] = []
         self.stats: GenerationStats | None = None
         self.stop_reason: str | None = None

@@ -53,7 +53,8 @@ class ModelSummary:
     @property
     def recurrent_bytes(self) -> int:
         """Bytes of one checkpoint of the recurrent layers; 0 for pure attention models."""
-        return state_bytes(tuple(s for s in self.specs if isinstance(s, DeltaState)), 1, "f16", MAX_ROWS)
+        recurrent = tuple(s for s in self.specs if isinstance(s, DeltaState))
+        return state_bytes(recurrent, 1, "f16", MAX_ROWS) if recurrent else 0
 
     def kv_bytes_per_token(self, kv: str) -> int:
         """Cache bytes that one more token of context costs (windowed layers not counted: theirs are fixed)."""

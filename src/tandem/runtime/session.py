@@ -43,6 +43,11 @@ class Session:
         self.checkpoints: list[Checkpoint] = []
         self._interrupted = False
 
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits; a file may have more rows in its head than tokens in its vocabulary."""
+        return self.runner.output.width
+
     def sync(
         self,
         tokens: Sequence[int],
