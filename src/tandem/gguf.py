@@ -157,11 +157,14 @@ def read_gguf(path: str | os.PathLike) -> GGUFFile:
     path = Path(path)
     given = _read_shard(path)
     paths = _shard_paths(path, given.metadata)
-    shards = [given if other == path else _read_shard(other) for other in paths]
+    shards, header_bytes = [], 0
+    for other in paths:
+        shards.append(given if other == path else _read_shard(other))
+        header_bytes += shards[-1].header_bytes
+        if header_bytes > _MAX_HEADER_BYTES:
+            raise FormatError(f"{other}: the headers of the shards up to here exceed {_MAX_HEADER_BYTES} bytes")
     metadata: dict[str, object] = {}
     tensors: dict[str, TensorInfo] = {}
-    if sum(shard.header_bytes for shard in shards) > _MAX_HEADER_BYTES:
-        raise FormatError(f"{path}: the headers of its {len(paths)} shards exceed {_MAX_HEADER_BYTES} bytes together")
     for number, (shard_path, shard) in enumerate(zip(paths, shards, strict=True)):
         if len(paths) > 1:
             _check_shard(shard_path, shard.metadata, number, len(paths))
