@@ -16,15 +16,15 @@ def as_stored(x: np.ndarray, kv: str) -> np.ndarray:
     if kv == "f16":
         return x.astype(np.float16).astype(np.float32)
     assert kv == "q8_0", kv
-    return round_to_int8(x)
+    return round_to_int8(x, np.float16)
 
 
-def round_to_int8(x: np.ndarray) -> np.ndarray:
-    """x rounded to int8 with one half-precision scale for each 32 values of the last axis (the q8_0 format)."""
+def round_to_int8(x: np.ndarray, scale_dtype: type = np.float32) -> np.ndarray:
+    """x rounded to int8 with one scale for each 32 values of the last axis; with float16 scales, the q8_0 format."""
     groups = x.reshape(*x.shape[:-1], -1, 32)
     scale = np.max(np.abs(groups), axis=-1, keepdims=True) / np.float32(127)
     inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
-    return (np.rint(groups * inverse) * scale.astype(np.float16).astype(np.float32)).reshape(x.shape)
+    return (np.rint(groups * inverse) * scale.astype(scale_dtype).astype(np.float32)).reshape(x.shape)
 
 
 def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, positions: np.ndarray, spec: Attention) -> np.ndarray:
