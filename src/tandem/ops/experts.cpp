@@ -5,6 +5,7 @@
 // Rows that chose an expert are contiguous "slots"; a pair is (row, choice) = row * k + choice.
 #include <algorithm>
 
+#include "ops/guided.h"
 #include "ops/matmul.h"
 #include "ops/program.h"
 
@@ -12,7 +13,9 @@ namespace tandem {
 
 namespace {
 
-constexpr int64_t kFewPerExpert = 4;  // up to here the dot product beats unpacking panels
+constexpr int64_t kFewPerExpert = 4;       // up to here the dot product beats unpacking panels
+constexpr int64_t kScratchFloats = 32768;  // of one array of products
+constexpr int64_t kMostAtOnce = 512;       // columns of one piece
 
 // Mirror of ExpertsArgs in experts_cpu.py.
 struct ExpertsArgs {
@@ -53,9 +56,10 @@ struct Work {
     const uint8_t** records;  // [pairs] input record of each slot, then
     const float** floats;
     uint8_t* own_acts;
-    float* gate;  // [rows][kPanel]
+    int64_t inner_ld, outer_ld;  // most columns of a piece of either part
+    float* gate;                 // [rows][inner_ld]
     float* up;
-    float* sums;  // [pairs][kPanel]
+    float* sums;  // [pairs][outer_ld]
     uint8_t* panel;
 
     int64_t carve(Carver carver, const ExpertsArgs& args, int64_t rows) {
@@ -67,11 +71,17 @@ struct Work {
         records = carver.take<const uint8_t*>(pairs);
         floats = carver.take<const float*>(pairs);
         own_acts = carver.take<uint8_t>(rows <= kDotRows ? rows * ActLayout(args.gate.cols).bytes : 0);
-        gate = carver.take<float>(rows * kPanel);
-        up = carver.take<float>(rows * kPanel);
-        sums = carver.take<float>(pairs * kPanel);
+        inner_ld = rows <= kDotRows ? most_columns(rows) : kPanel;
+        outer_ld = rows <= kDotRows ? most_columns(pairs) : kPanel;
+        gate = carver.take<float>(rows * inner_ld);
+        up = carver.take<float>(rows * inner_ld);
+        sums = carver.take<float>(pairs * outer_ld);
         panel = carver.take<uint8_t>(int64_t(panel_scratch_bytes()));
         return carver.used;
+    }
+
+    static int64_t most_columns(int64_t rows) {
+        return std::clamp(kScratchFloats / rows / kPanel * kPanel, kPanel, kMostAtOnce);
     }
 
     void sort_pairs(const ExpertsArgs& args, int64_t rows) {
@@ -97,22 +107,22 @@ struct Work {
     }
 };
 
-// out [acts.n][kPanel]. Up to kDotRows rows in the batch, always the path whose results do not depend on the others.
+// out [acts.n][ld]. Up to kDotRows rows in the batch, always the path whose results do not depend on the others.
 void multiply(const Weight& w, int32_t expert, int64_t begin, int64_t end, const Acts& acts, bool few, float* out,
-              uint8_t* panel) {
-    if (few || acts.n <= kFewPerExpert) dot_rows(w, expert, begin, end, acts, out, kPanel);
+              int64_t ld, uint8_t* panel) {
+    if (few || acts.n <= kFewPerExpert) dot_rows(w, expert, begin, end, acts, out, ld);
     else panel_rows(w, expert, begin, end, acts, out, panel);
 }
 
 void gate_up_piece(const ExpertsArgs& args, const Work& work, int32_t expert, int64_t begin, int64_t end, bool few) {
     const int64_t size = args.gate.rows, record_bytes = ActLayout(size).bytes;
     const Acts acts = work.acts_of(expert);
-    multiply(args.gate, expert, begin, end, acts, few, work.gate, work.panel);
-    multiply(args.up, expert, begin, end, acts, few, work.up, work.panel);
+    multiply(args.gate, expert, begin, end, acts, few, work.gate, work.inner_ld, work.panel);
+    multiply(args.up, expert, begin, end, acts, few, work.up, work.inner_ld, work.panel);
     for (int64_t r = 0; r < acts.n; r++) {
         const int64_t slot = work.first[expert] + r;
-        float* values = work.gate + r * kPanel;
-        activate(args.activation, values, work.up + r * kPanel, end - begin);
+        float* values = work.gate + r * work.inner_ld;
+        activate(args.activation, values, work.up + r * work.inner_ld, end - begin);
         if (is_float_type(args.down.type)) std::copy(values, values + end - begin, args.inner + slot * size + begin);
         else quantize_part(values, size, begin, end, args.inner_acts + slot * record_bytes);
     }
@@ -121,16 +131,17 @@ void gate_up_piece(const ExpertsArgs& args, const Work& work, int32_t expert, in
 void down_piece(const ExpertsArgs& args, const Work& work, int64_t rows, int64_t begin, int64_t end, bool few) {
     for (int32_t i = 0; i < work.n_used; i++) {
         const int32_t expert = work.used[i];
-        multiply(args.down, expert, begin, end, work.acts_of(expert), few, work.sums + work.first[expert] * kPanel, work.panel);
+        float* sums = work.sums + work.first[expert] * work.outer_ld;
+        multiply(args.down, expert, begin, end, work.acts_of(expert), few, sums, work.outer_ld, work.panel);
     }
     const int64_t n = end - begin;
     for (int64_t row = 0; row < rows; row++) {
-        float total[kPanel] = {};
+        float* total = args.out + row * args.down.rows + begin;
+        std::fill(total, total + n, 0.0f);
         for (int64_t p = row * args.k; p < (row + 1) * args.k; p++) {
-            const float* part = work.sums + work.slot_of[p] * kPanel;
+            const float* part = work.sums + work.slot_of[p] * work.outer_ld;
             for (int64_t i = 0; i < n; i++) total[i] += args.weights[p] * part[i];
         }
-        std::copy(total, total + n, args.out + row * args.down.rows + begin);
     }
 }
 
@@ -167,11 +178,18 @@ TANDEM_OP(experts, ExpertsArgs) {
     work.sort_pairs(args, rows);
     round_input(args, work, rows, team);
 
+    // A piece is kPanel inner rows of one expert; a run of pieces streams each expert's rows in one go.
     const int64_t pieces = (size + kPanel - 1) / kPanel;
-    team.loop(work.n_used * pieces, 1, [&](int64_t item, int64_t) {
-        const int64_t begin = item % pieces * kPanel;
-        gate_up_piece(args, work, work.used[item / pieces], begin, std::min(begin + kPanel, size), few);
-    });
+    auto inner_run = [&](int64_t from, int64_t to) {
+        while (from < to) {
+            const int64_t begin = from % pieces * kPanel;
+            const int64_t end = std::min({begin + (to - from) * kPanel, begin + work.inner_ld, size});
+            gate_up_piece(args, work, work.used[from / pieces], begin, end, few);
+            from += (end - begin + kPanel - 1) / kPanel;
+        }
+    };
+    if (few) guided_loop(team, work.n_used * pieces, inner_run);
+    else team.loop(work.n_used * pieces, 1, inner_run);
     team.barrier();
 
     const int64_t record_bytes = ActLayout(size).bytes;
@@ -179,7 +197,14 @@ TANDEM_OP(experts, ExpertsArgs) {
         work.records[slot] = args.inner_acts + slot * record_bytes;
         work.floats[slot] = args.inner + slot * size;
     }
-    team.loop(hidden, kPanel, [&](int64_t begin, int64_t end) { down_piece(args, work, rows, begin, end, few); });
+    auto outer_run = [&](int64_t from, int64_t to) {
+        const int64_t last = std::min(to * kPanel, hidden);
+        for (int64_t begin = from * kPanel; begin < last; begin += work.outer_ld)
+            down_piece(args, work, rows, begin, std::min(begin + work.outer_ld, last), few);
+    };
+    const int64_t columns = (hidden + kPanel - 1) / kPanel;
+    if (few) guided_loop(team, columns, outer_run);
+    else team.loop(columns, 1, outer_run);
 }
 
 }  // namespace tandem

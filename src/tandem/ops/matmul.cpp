@@ -1,11 +1,12 @@
 // Ops over dense weights: several products of one input, with a residual or with a gated activation.
 //
-// Few rows: each thread rounds the input for itself (no barrier) and shares out pieces of weight rows.
+// Few rows: each thread rounds the input for itself (no barrier) and takes long runs of weight rows.
 // Many rows: the input is rounded once into a shared buffer, then panels of kPanel weight rows are shared out.
 #include "ops/matmul.h"
 
 #include <algorithm>
 
+#include "ops/guided.h"
 #include "ops/program.h"
 
 namespace tandem {
@@ -13,7 +14,8 @@ namespace tandem {
 namespace {
 
 constexpr int kMaxWeights = 8;
-constexpr int64_t kPieceBytes = 24 << 10;  // weights per piece of the dynamic sharing
+constexpr int64_t kUnit = 16;            // rows that are shared out together: a cache line of output
+constexpr int64_t kMostAtOnce = 512;     // rows of one gate_up piece: bounds its scratch
 
 // Mirror of MatmulArgs in matmul_cpu.py.
 struct MatmulArgs {
@@ -27,13 +29,6 @@ struct MatmulArgs {
 };
 
 int64_t align64(int64_t n) { return (n + 63) / 64 * 64; }
-
-// Rows per piece: whole cache lines of output, pieces of about kPieceBytes, enough pieces for the threads.
-int64_t piece_rows(const Weight& w, int threads) {
-    int64_t rows = std::max<int64_t>(16, kPieceBytes / w.row_stride_bytes / 16 * 16);
-    while (rows > 16 && w.rows / rows < 2 * threads) rows -= 16;
-    return rows;
-}
 
 struct RowPointers {
     const uint8_t** records;
@@ -57,21 +52,24 @@ bool any_quantized(const MatmulArgs& args) {
     return false;
 }
 
-// Shares out the pieces of all weights: body(weight index, row begin, row end).
+// Shares out the rows of the first n_weights weights, in runs of whole units that get shorter towards the end:
+// body(weight index, row begin, row end).
 template <class F>
-void share_pieces(const MatmulArgs& args, int n_weights, const int64_t* grain, Team& team, F&& body) {
+void share_rows(const MatmulArgs& args, int n_weights, int64_t unit, bool few, Team& team, F&& body) {
     int64_t total = 0, first[kMaxWeights + 1];
     for (int i = 0; i < n_weights; i++) {
         first[i] = total;
-        total += (args.weights[i].rows + grain[i] - 1) / grain[i];
+        total += (args.weights[i].rows + unit - 1) / unit;
     }
     first[n_weights] = total;
-    team.loop(total, 1, [&](int64_t piece, int64_t) {
-        int i = 0;
-        while (piece >= first[i + 1]) i++;
-        const int64_t begin = (piece - first[i]) * grain[i];
-        body(i, begin, std::min(begin + grain[i], args.weights[i].rows));
-    });
+    auto run = [&](int64_t begin, int64_t end) {
+        for (int i = 0; i < n_weights; i++) {
+            const int64_t from = std::max(begin, first[i]), to = std::min(end, first[i + 1]);
+            if (from < to) body(i, (from - first[i]) * unit, std::min((to - first[i]) * unit, args.weights[i].rows));
+        }
+    };
+    if (few) guided_loop(team, total, run);
+    else team.loop(total, 1, run);
 }
 
 // Rounds the input where the weights need it: for itself into `own` (few rows), or together into args.acts.
@@ -106,9 +104,7 @@ TANDEM_OP(matmul, MatmulArgs) {
     float* tile = (float*)(own + own_bytes);
     const RowPointers input(scratch, args.x, cols, round_input(args, rows, own, team), rows);
 
-    int64_t grain[kMaxWeights];
-    for (int i = 0; i < args.n_weights; i++) grain[i] = few ? piece_rows(args.weights[i], team.threads) : kPanel;
-    share_pieces(args, args.n_weights, grain, team, [&](int i, int64_t begin, int64_t end) {
+    share_rows(args, args.n_weights, few ? kUnit : kPanel, few, team, [&](int i, int64_t begin, int64_t end) {
         const Weight& w = args.weights[i];
         float* out = args.out[i];
         if (few) {
@@ -126,10 +122,9 @@ TANDEM_OP(matmul, MatmulArgs) {
 TANDEM_OP(gate_up, MatmulArgs) {
     const int64_t rows = step.rows, cols = args.weights[0].cols, width = args.weights[0].rows;
     const bool few = rows <= kDotRows;
-    int64_t grain = kPanel;
-    if (few) grain = std::min(piece_rows(args.weights[0], team.threads), piece_rows(args.weights[1], team.threads));
+    const int64_t most = few ? std::min(kMostAtOnce, (width + kUnit - 1) / kUnit * kUnit) : kPanel;
     const int64_t own_bytes = few ? align64(rows * ActLayout(cols).bytes) : 0;
-    const int64_t tile_bytes = align64(rows * grain * 4);
+    const int64_t tile_bytes = align64(rows * most * 4);
     uint8_t* scratch = team.scratch(size_t(RowPointers::bytes(rows) + own_bytes + 2 * tile_bytes) + panel_scratch_bytes());
     uint8_t* own = scratch + RowPointers::bytes(rows);
     float* gate = (float*)(own + own_bytes);
@@ -137,16 +132,19 @@ TANDEM_OP(gate_up, MatmulArgs) {
     uint8_t* panel = own + own_bytes + 2 * tile_bytes;
     const RowPointers input(scratch, args.x, cols, round_input(args, rows, own, team), rows);
 
-    share_pieces(args, 1, &grain, team, [&](int, int64_t begin, int64_t end) {
+    auto piece = [&](int64_t begin, int64_t end) {
         float* parts[2] = {gate, up};
         for (int i = 0; i < 2; i++) {
-            if (few) dot_rows(args.weights[i], 0, begin, end, input.acts, parts[i], grain);
+            if (few) dot_rows(args.weights[i], 0, begin, end, input.acts, parts[i], most);
             else panel_rows(args.weights[i], 0, begin, end, input.acts, parts[i], panel);
         }
         for (int64_t r = 0; r < rows; r++) {
-            activate(args.activation, gate + r * grain, up + r * grain, end - begin);
-            std::copy(gate + r * grain, gate + r * grain + end - begin, args.out[0] + r * width + begin);
+            activate(args.activation, gate + r * most, up + r * most, end - begin);
+            std::copy(gate + r * most, gate + r * most + end - begin, args.out[0] + r * width + begin);
         }
+    };
+    share_rows(args, 1, few ? kUnit : kPanel, few, team, [&](int, int64_t begin, int64_t end) {
+        for (; begin < end; begin += most) piece(begin, std::min(begin + most, end));
     });
 }
 
