@@ -31,11 +31,12 @@ ORIGINALS = {
     "qwen35": ([QWEN35], True, False),
     "default": ([r"[\p{P}\$\+<=>\^~\|]+", GPT2.removesuffix(r"|\s+"), r"\p{N}+", r"[0-9][0-9][0-9]"], False, False),
 }
-USER_SYMBOLS = ["<table>", "\n", "\n\n"]
+USER_SYMBOLS = ["<table>", "\n", "\n\n", "\u2581\u2581\u2581"]
 PROSE = [
     "It is a truth universally acknowledged, that the cat sat on the mat and the dog did not; 2024 was 365 days long.",
     "Die Straße führt über den Fluß, où l'été était déjà là, y mañana será otro día, и снова вечер.",
     "for (int i = 0; i < 10; ++i) { total += values[i] * 2; }\n\n    return total;\n",
+    " ".join(f"{number} {number * 7} {number:05d}" for number in range(90, 400, 7)),
     "日本語 と 中文 と 한국어; สวัสดีชาวโลก नमस्ते दुनिया مرحبا بالعالم",
 ]
 
@@ -124,8 +125,8 @@ def _merged(word: str, ranks: dict[tuple[str, ...], int]) -> list[str]:
     return parts
 
 
-def sentencepiece_model(space_prefix: bool, collapse_spaces: bool, size: int = 700):
-    """A BPE model trained by the `sentencepiece` package, with byte fallback and without normalization.
+def sentencepiece_model(space_prefix: bool, collapse_spaces: bool, bytes_for_unknown: bool = True):
+    """A BPE model trained by the `sentencepiece` package, without normalization.
 
     Only models without a space prefix get symbols that users may write, as in Gemma: after such a symbol the originals
     disagree (the library adds no prefix, the Llama tokenizers do).
@@ -137,9 +138,9 @@ def sentencepiece_model(space_prefix: bool, collapse_spaces: bool, size: int = 7
         sentence_iterator=iter(PROSE * 4 + [text for text in FIXED if text.strip()]),
         model_writer=model,
         model_type="bpe",
-        vocab_size=size,
+        vocab_size=700,
         character_coverage=0.98,
-        byte_fallback=True,
+        byte_fallback=bytes_for_unknown,
         normalization_rule_name="identity",
         add_dummy_prefix=space_prefix,
         remove_extra_whitespaces=collapse_spaces,
@@ -159,6 +160,8 @@ def sentencepiece_metadata(processor, space_prefix: bool, collapse_spaces: bool)
     tokens = [processor.id_to_piece(index) for index in range(count)]
     for name in [] if space_prefix else USER_SYMBOLS:
         types[tokens.index(name)] = USER_DEFINED
+        # Converters write these as text looks, unlike all other tokens.
+        tokens[tokens.index(name)] = name.replace("\u2581", " ")
     return {
         "general.architecture": "llama",
         "tokenizer.ggml.model": "llama",

@@ -98,9 +98,21 @@ def test_scored_merges_equal_sentencepiece(space_prefix, collapse_spaces):
     original = small.sentencepiece_model(space_prefix, collapse_spaces)
     tokenizer = Tokenizer.from_metadata(small.sentencepiece_metadata(original, space_prefix, collapse_spaces))
     texts = [text for text in TEXTS if "\0" not in text]  # the original's interface ends text at a NUL
+    if not space_prefix:
+        # Beside a symbol of spaces, the library takes the mark in text for a space, the Gemma tokenizers do not.
+        texts = [text for text in texts if "\u2581" not in text]
     assert not differing(texts, original.encode, tokenizer.encode)
     decoded = lambda text: tokenizer.decode(tokenizer.encode(text))  # noqa: E731
     assert not differing(texts, lambda text: original.decode(original.encode(text)), decoded)
+
+
+def test_unknown_characters_equal_sentencepiece_without_byte_tokens():
+    pytest.importorskip("sentencepiece")
+    original = small.sentencepiece_model(True, False, bytes_for_unknown=False)
+    tokenizer = Tokenizer.from_metadata(small.sentencepiece_metadata(original, True, False))
+    texts = [text for text in TEXTS if "\0" not in text]
+    assert sum(original.encode(text).count(original.unk_id()) for text in texts) > 100
+    assert not differing(texts, original.encode, tokenizer.encode)
 
 
 def test_scored_merges_equal_llama_cpp(tmp_path):
@@ -228,6 +240,9 @@ def test_end_tokens_are_those_stated_and_those_with_known_names():
     # </s> counts only as a control token: in some vocabularies it is the HTML tag.
     assert found == {*names[:5], tokens[5], "<|im_end|>", "<|endoftext|>"}
     assert not tokenizer.eog_ids.intersection(tokenizer.encode("<|eot_id|> <|fim_pad|>"))
+    # They are control tokens although this file calls them normal ones.
+    assert tokenizer.encode("<|eot_id|>", parse_special=True) == [tokenizer.token_id("<|eot_id|>")]
+    assert tokenizer.decode([tokenizer.token_id("<|eot_id|>")]) == ""
 
 
 def test_bos_and_eos_are_added_where_the_file_asks_and_bos_only_once():
@@ -410,7 +425,7 @@ def small_metadata(draw):
     return {f"tokenizer.ggml.{key}": value for key, value in drawn.items()}
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(small_metadata(), st.text("ab \u2581\n<>|im_endé\0", max_size=20))
 def test_any_small_vocabulary_works_or_is_a_format_error(metadata, text):
     try:

@@ -56,8 +56,7 @@ class StopMatcher:
                 depth = borders[depth - 1]
             depth += stop[depth] == char
             if depth == len(stop):
-                found = found or stop
-                depth = borders[depth - 1]
+                found, depth = found or stop, 0
             self._depths[index] = depth
         return found
 

@@ -189,20 +189,27 @@ def _checked_add(name: str, stated: bool | None, default: bool, token_id: int | 
 def _user_defined(vocabulary: Vocabulary) -> list[AddedToken]:
     """Tokens that text always becomes, before normalization and merges (for example <think>, or runs of spaces)."""
     ids = np.flatnonzero(vocabulary.types == USER_DEFINED).tolist()
-    names = [vocabulary.tokens[index] for index in ids if index not in vocabulary.control_ids]
+    names = [_as_written(vocabulary, index) for index in ids if index not in vocabulary.control_ids]
     return [AddedToken(name, normalized=False, special=False) for name in names if name]
+
+
+def _as_written(vocabulary: Vocabulary, index: int) -> str:
+    """A token of the user-defined type as text spells it: some converters leave the mark for spaces in it."""
+    token = vocabulary.tokens[index]
+    return token.replace(SPACE_MARK, " ") if vocabulary.model == "llama" else token
 
 
 def _model_entries(vocabulary: Vocabulary) -> dict[str, int]:
     """Token -> id as the merge model sees it: tokens that no text may become get a key that no text can match."""
     entries = dict(vocabulary.id_of)
     hidden = set(np.flatnonzero(vocabulary.types == UNUSED).tolist()) | vocabulary.control_ids
-    hidden.update(index for index, token in enumerate(vocabulary.tokens) if not token)
-    for index in hidden:
+    visible = set(np.flatnonzero(vocabulary.types == USER_DEFINED).tolist()) - hidden
+    for index in hidden | visible:
         entries.pop(vocabulary.tokens[index], None)
-    for index in hidden:
-        if entries.setdefault(_hidden_key(index), index) != index:
-            raise FormatError(f"tokenizer.ggml.tokens: {_hidden_key(index)!r} is a spelling that no vocabulary needs")
+    keys = [(_hidden_key(index), index) for index in hidden]
+    for key, index in keys + [(_as_written(vocabulary, index), index) for index in visible if vocabulary.tokens[index]]:
+        if entries.setdefault(key, index) != index:
+            raise FormatError(f"tokenizer.ggml.tokens: tokens {entries[key]} and {index} are both {key!r}")
     return entries
 
 
