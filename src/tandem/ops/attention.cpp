@@ -3,16 +3,19 @@
 // Few rows (decode): a row's visible positions are cut into chunks at fixed places; threads share (kv head, chunk);
 // each chunk gives its softmax numerator, sum and maximum, combined in chunk order. What a row gets depends on its
 // position alone, not on the other rows or the number of threads.
+#include <type_traits>
+
 #include "ops/share.h"
 #include "ops/simd_math.h"
 
 using namespace tandem;
 using simd::F;
+using simd::repeat;
 
 struct AttentionArgs {
     const float *q, *k, *v;  // [T, heads * dim], [T, kv_heads * dim], [T, kv_heads * value_dim]
     float* out;              // [T, heads * value_dim]
-    float* partial;          // [kRowBatch, heads, kMaxChunks, value_dim + 2]
+    float* partial;          // [kRowBatch, heads, kMaxChunks, value_dim + kTotals]
     int32_t layer, heads, kv_heads, dim, value_dim;
     int32_t window;          // 0: none
     float scale, softcap;    // softcap 0: none
@@ -21,9 +24,14 @@ struct AttentionArgs {
 namespace {
 
 constexpr int kRowBatch = 8;
+constexpr int kTotals = 16;      // after the values of a partial result: sum, maximum, and what keeps the rows aligned
 constexpr int kMaxChunks = 33;   // 32, and one more where a window begins inside a chunk
 constexpr int64_t kMinChunk = 128;
-constexpr int kTileHeads = 4, kTileKeys = 4;
+// Register tiles: heads x keys of scores, heads x vectors of value columns.
+constexpr int kMaxTileHeads = simd::kLanes == 16 ? 8 : 4;
+constexpr int tile_keys(int heads) { return simd::kLanes == 16 && heads <= 4 ? 4 : 2; }
+constexpr int tile_vectors(int heads) { return simd::kLanes == 16 && heads <= 4 ? 4 : 2; }
+constexpr int64_t kPrefetchBytes = 8192;  // ahead of the row being read: beyond the block of rows that is worked on
 
 struct Row {
     const Segment* segment;
@@ -94,64 +102,105 @@ void store_rows(const AttentionArgs& args, const Step& step, const Team& team) {
     }
 }
 
+inline void prefetch(const void* row, int64_t bytes) {
+    const char* at = static_cast<const char*>(row) + kPrefetchBytes;
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i);
+}
+// Halves are read from the cache itself; floats nearly always from a small buffer of unpacked rows.
+inline void prefetch_rows(const uint16_t* row, int64_t n) { prefetch(row, n * 2); }
+inline void prefetch_rows(const float*, int64_t) {}
+
 // scores[h][p] = <q_h, k_p> for H heads and P keys; each product is one chain of vector sums.
 template <class T, int H, int P>
 void score_tile(const float* q, const T* keys, int64_t dim, float* scores, int64_t stride) {
-    F acc[H][P];
-    for (auto& line : acc)
-        for (auto& a : line) a = simd::set1(0);
-    simd::over(dim, [&](int64_t i, int count) {
+    constexpr int kSums = (H * P + 3) / 4 * 4;
+    F acc[kSums];
+    repeat<kSums>([&](auto i) { acc[i] = simd::set1(0); });
+    int64_t at = 0;
+    for (; at + simd::kLanes <= dim; at += simd::kLanes) {
         F k[P];
-        for (int p = 0; p < P; p++) k[p] = simd::load_some(keys + p * dim + i, count);
-        for (int h = 0; h < H; h++) {
-            const F qh = simd::load_some(q + h * dim + i, count);
-            for (int p = 0; p < P; p++) acc[h][p] = simd::fma(qh, k[p], acc[h][p]);
-        }
+        repeat<P>([&](auto p) { k[p] = simd::load(keys + p * dim + at); });
+        repeat<H>([&](auto h) {
+            const F qh = simd::load(q + h * dim + at);
+            repeat<P>([&](auto p) { acc[h * P + p] = simd::fma(qh, k[p], acc[h * P + p]); });
+        });
+    }
+    if (at < dim) {
+        repeat<H>([&](auto h) {
+            const F qh = simd::load_first(q + h * dim + at, int(dim - at));
+            repeat<P>([&](auto p) {
+                acc[h * P + p] = simd::fma(qh, simd::load_first(keys + p * dim + at, int(dim - at)), acc[h * P + p]);
+            });
+        });
+    }
+    float sums[kSums];
+    repeat<kSums / 4>([&](auto i) {
+        simd::sum4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3], sums + 4 * i);
     });
-    for (int h = 0; h < H; h++)
-        for (int p = 0; p < P; p++) scores[h * stride + p] = simd::sum(acc[h][p]);
+    repeat<H>([&](auto h) { std::memcpy(scores + h * stride, sums + h * P, P * sizeof(float)); });
 }
 
 template <class T, int H>
 void score_heads(const float* q, const T* keys, int64_t n, int64_t dim, float* scores, int64_t stride) {
+    constexpr int P = tile_keys(H);
     int64_t p = 0;
-    for (; p + kTileKeys <= n; p += kTileKeys) score_tile<T, H, kTileKeys>(q, keys + p * dim, dim, scores + p, stride);
+    for (; p + P <= n; p += P) {
+        prefetch_rows(keys + p * dim, P * dim);
+        score_tile<T, H, P>(q, keys + p * dim, dim, scores + p, stride);
+    }
     for (; p < n; p++) score_tile<T, H, 1>(q, keys + p * dim, dim, scores + p, stride);
+}
+
+// Calls body(first head, constant number of heads) over all heads.
+template <class Body>
+void over_heads(int64_t heads, Body&& body) {
+    int64_t h = 0;
+    if constexpr (kMaxTileHeads == 8)
+        for (; h + 8 <= heads; h += 8) body(h, std::integral_constant<int, 8>());
+    for (; h + 4 <= heads; h += 4) body(h, std::integral_constant<int, 4>());
+    if (heads - h == 3) body(h, std::integral_constant<int, 3>());
+    if (heads - h == 2) body(h, std::integral_constant<int, 2>());
+    if (heads - h == 1) body(h, std::integral_constant<int, 1>());
 }
 
 template <class T>
 void score(const float* q, int64_t heads, const T* keys, int64_t n, int64_t dim, float* scores, int64_t stride) {
-    for (; heads >= 4; heads -= 4, q += 4 * dim, scores += 4 * stride) score_heads<T, 4>(q, keys, n, dim, scores, stride);
-    if (heads == 3) score_heads<T, 3>(q, keys, n, dim, scores, stride);
-    if (heads == 2) score_heads<T, 2>(q, keys, n, dim, scores, stride);
-    if (heads == 1) score_heads<T, 1>(q, keys, n, dim, scores, stride);
+    over_heads(heads, [&](int64_t h, auto number) {
+        score_heads<T, decltype(number)::value>(q + h * dim, keys, n, dim, scores + h * stride, stride);
+    });
 }
 
-// sums[h] += sum over p of weights[h][p] * values[p], in order of p; V vectors of columns, the last of `last` lanes.
+// sums[h] += sum over p of weights[h][p] * values[p], in order of p; V vectors of columns, or one of `part` lanes if part.
 template <class T, int H, int V>
-void mix_tile(const float* weights, int64_t stride, const T* values, int64_t n, int64_t dim, int last, float* sums,
+void mix_tile(const float* weights, int64_t stride, const T* values, int64_t n, int64_t dim, int part, float* sums,
               int64_t sums_stride) {
     F acc[H][V];
-    const auto lanes = [&](int j) { return j == V - 1 ? last : simd::kLanes; };
-    for (int h = 0; h < H; h++)
-        for (int j = 0; j < V; j++) acc[h][j] = simd::load_some(sums + h * sums_stride + j * simd::kLanes, lanes(j));
+    const auto load = [&](const auto* x) { return V == 1 ? simd::load_some(x, part) : simd::load(x); };
+    repeat<H>([&](auto h) {
+        repeat<V>([&](auto j) { acc[h][j] = load(sums + h * sums_stride + j * simd::kLanes); });
+    });
     for (int64_t p = 0; p < n; p++, values += dim) {
         F v[V];
-        for (int j = 0; j < V; j++) v[j] = simd::load_some(values + j * simd::kLanes, lanes(j));
-        for (int h = 0; h < H; h++) {
+        prefetch_rows(values, V * simd::kLanes);
+        repeat<V>([&](auto j) { v[j] = load(values + j * simd::kLanes); });
+        repeat<H>([&](auto h) {
             const F w = simd::set1(weights[h * stride + p]);
-            for (int j = 0; j < V; j++) acc[h][j] = simd::fma(w, v[j], acc[h][j]);
-        }
+            repeat<V>([&](auto j) { acc[h][j] = simd::fma(w, v[j], acc[h][j]); });
+        });
     }
-    for (int h = 0; h < H; h++)
-        for (int j = 0; j < V; j++) simd::store_some(sums + h * sums_stride + j * simd::kLanes, acc[h][j], lanes(j));
+    repeat<H>([&](auto h) {
+        repeat<V>([&](auto j) {
+            simd::store_some(sums + h * sums_stride + j * simd::kLanes, acc[h][j], V == 1 ? part : simd::kLanes);
+        });
+    });
 }
 
 template <class T, int H>
 void mix_heads(const float* weights, int64_t stride, const T* values, int64_t n, int64_t dim, float* sums, int64_t sums_stride) {
+    constexpr int V = tile_vectors(H);
     int64_t c = 0;
-    for (; c + 4 * simd::kLanes <= dim; c += 4 * simd::kLanes)
-        mix_tile<T, H, 4>(weights, stride, values + c, n, dim, simd::kLanes, sums + c, sums_stride);
+    for (; c + V * simd::kLanes <= dim; c += V * simd::kLanes)
+        mix_tile<T, H, V>(weights, stride, values + c, n, dim, simd::kLanes, sums + c, sums_stride);
     for (; c < dim; c += simd::kLanes)
         mix_tile<T, H, 1>(weights, stride, values + c, n, dim, int(std::min<int64_t>(simd::kLanes, dim - c)), sums + c, sums_stride);
 }
@@ -159,31 +208,36 @@ void mix_heads(const float* weights, int64_t stride, const T* values, int64_t n,
 template <class T>
 void mix(const float* weights, int64_t stride, int64_t heads, const T* values, int64_t n, int64_t dim, float* sums,
          int64_t sums_stride) {
-    for (; heads >= 4; heads -= 4, weights += 4 * stride, sums += 4 * sums_stride)
-        mix_heads<T, 4>(weights, stride, values, n, dim, sums, sums_stride);
-    if (heads == 3) mix_heads<T, 3>(weights, stride, values, n, dim, sums, sums_stride);
-    if (heads == 2) mix_heads<T, 2>(weights, stride, values, n, dim, sums, sums_stride);
-    if (heads == 1) mix_heads<T, 1>(weights, stride, values, n, dim, sums, sums_stride);
+    over_heads(heads, [&](int64_t h, auto number) {
+        mix_heads<T, decltype(number)::value>(weights + h * stride, stride, values, n, dim, sums + h * sums_stride, sums_stride);
+    });
 }
 
-constexpr int64_t kUnpackKeys = 16;  // q8_0 rows unpacked at a time, to stay in the first cache
+// Cache rows worked on at a time, by all heads and columns, so that they stay in the first cache.
+constexpr int64_t kUnpackRows = 16;
+inline int64_t block_rows(int type, int64_t dim) { return type == 8 ? kUnpackRows : std::max<int64_t>(8, 4096 / dim / 8 * 8); }
 
-// Calls body(rows, first position, count) over the cache rows of positions [begin, end) of one head as T, in order.
+// Calls body(rows, first position, count) over blocks of the cache rows of positions [begin, end) of one head, in order;
+// rows are halves or floats.
 template <class Body>
 void over_rows(const KvView& cache, const uint8_t* base, int64_t dim, int64_t head, int64_t begin, int64_t end, float* unpacked,
                Body&& body) {
-    const int64_t bytes = row_bytes(cache.type, dim);
+    const int64_t bytes = row_bytes(cache.type, dim), step = block_rows(cache.type, dim);
     while (begin < end) {
         const int64_t slot = begin % cache.capacity, n = std::min(end - begin, cache.capacity - slot);
         const uint8_t* rows = base + (head * cache.capacity + slot) * bytes;
-        if (cache.type == 0) {
-            body(reinterpret_cast<const float*>(rows), begin, n);
-        } else if (cache.type == 1) {
-            body(reinterpret_cast<const uint16_t*>(rows), begin, n);
-        } else {
-            for (int64_t at = 0; at < n; at += kUnpackKeys) {
-                const int64_t count = std::min(kUnpackKeys, n - at);
-                for (int64_t i = 0; i < count; i++) read_q8_0(rows + (at + i) * bytes, unpacked + i * dim, dim);
+        for (int64_t at = 0; at < n; at += step) {
+            const int64_t count = std::min(step, n - at);
+            const uint8_t* block = rows + at * bytes;
+            if (cache.type == 0) {
+                body(reinterpret_cast<const float*>(block), begin + at, count);
+            } else if (cache.type == 1) {
+                body(reinterpret_cast<const uint16_t*>(block), begin + at, count);
+            } else {
+                for (int64_t i = 0; i < count; i++) {
+                    prefetch(block + i * bytes, bytes);
+                    read_q8_0(block + i * bytes, unpacked + i * dim, dim);
+                }
                 body(static_cast<const float*>(unpacked), begin + at, count);
             }
         }
@@ -216,15 +270,15 @@ void attend_chunk(const AttentionArgs& args, const Row& r, int batch_row, int64_
     const int64_t group = args.heads / args.kv_heads, head = kv_head * group, dv = args.value_dim;
     const int64_t at = (r.first_chunk() + c) * r.chunk;
     const int64_t begin = std::max(at, r.first), end = std::min(at + r.chunk, r.position + 1), n = end - begin;
-    float *unpacked = scratch, *scores = scratch + kUnpackKeys * std::max(args.dim, args.value_dim);
+    float *unpacked = scratch, *scores = scratch + kUnpackRows * std::max(args.dim, args.value_dim);
     const float* q = args.q + (r.row * args.heads + head) * args.dim;
     over_rows(*r.cache, r.cache->k, args.dim, kv_head, begin, end, unpacked, [&](const auto* keys, int64_t p, int64_t count) {
         score(q, group, keys, count, args.dim, scores + (p - begin), n);
     });
     const bool only = r.num_chunks() == 1;
-    const int64_t stride = only ? dv : kMaxChunks * (dv + 2);
+    const int64_t stride = only ? dv : kMaxChunks * (dv + kTotals);
     float* sums = only ? args.out + (r.row * args.heads + head) * dv
-                       : args.partial + ((batch_row * args.heads + head) * kMaxChunks + c) * (dv + 2);
+                       : args.partial + ((batch_row * args.heads + head) * kMaxChunks + c) * (dv + kTotals);
     float totals[2];
     for (int64_t h = 0; h < group; h++) {
         soften(scores + h * n, n, args.scale, args.softcap, totals[0], totals[1]);
@@ -245,19 +299,19 @@ void attend_chunk(const AttentionArgs& args, const Row& r, int batch_row, int64_
 
 void combine(const AttentionArgs& args, const Row& r, int batch_row, int64_t head) {
     const int64_t dv = args.value_dim, chunks = r.num_chunks();
-    const float* partial = args.partial + (batch_row * args.heads + head) * kMaxChunks * (dv + 2);
+    const float* partial = args.partial + (batch_row * args.heads + head) * kMaxChunks * (dv + kTotals);
     float top = -INFINITY, total = 0, factors[kMaxChunks];
-    for (int64_t c = 0; c < chunks; c++) top = std::fmax(top, partial[c * (dv + 2) + dv + 1]);
+    for (int64_t c = 0; c < chunks; c++) top = std::fmax(top, partial[c * (dv + kTotals) + dv + 1]);
     for (int64_t c = 0; c < chunks; c++) {
-        factors[c] = std::exp(partial[c * (dv + 2) + dv + 1] - top);
-        total += factors[c] * partial[c * (dv + 2) + dv];
+        factors[c] = std::exp(partial[c * (dv + kTotals) + dv + 1] - top);
+        total += factors[c] * partial[c * (dv + kTotals) + dv];
     }
     for (int64_t c = 0; c < chunks; c++) factors[c] /= total;
     float* out = args.out + (r.row * args.heads + head) * dv;
     simd::over(dv, [&](int64_t i, int count) {
         F sum = simd::set1(0);
         for (int64_t c = 0; c < chunks; c++)
-            sum = simd::fma(simd::set1(factors[c]), simd::load_some(partial + c * (dv + 2) + i, count), sum);
+            sum = simd::fma(simd::set1(factors[c]), simd::load_some(partial + c * (dv + kTotals) + i, count), sum);
         simd::store_some(out + i, sum, count);
     });
 }
@@ -269,7 +323,7 @@ void attend_few(const AttentionArgs& args, const Row* rows, int n, Team& team) {
         longest = std::max(longest, rows[i].chunk);
     }
     const int64_t group = args.heads / args.kv_heads;
-    const int64_t floats = kUnpackKeys * std::max(args.dim, args.value_dim) + group * longest;
+    const int64_t floats = kUnpackRows * std::max(args.dim, args.value_dim) + group * longest;
     float* scratch = reinterpret_cast<float*>(team.scratch(floats * sizeof(float)));
     team.loop(chunks * args.kv_heads, 1, [&](int64_t begin, int64_t) {
         const int64_t c = begin / args.kv_heads, kv_head = begin % args.kv_heads;

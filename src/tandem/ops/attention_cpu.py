@@ -10,6 +10,7 @@ from tandem.ops.program import Buffer, Program
 
 ROW_BATCH = 8  # rows that the few-rows form works on at a time, as in attention.cpp
 MAX_CHUNKS = 33
+TOTALS = 16
 
 
 class AttentionArgs(ctypes.Structure):
@@ -39,7 +40,7 @@ def record_attention(program: Program, q: Buffer, k: Buffer, v: Buffer, layer: i
     if widths != needed or spec.num_heads % spec.num_kv_heads:
         raise ShapeError(f"attention of layer {layer}: q, k, v have {widths} values, {spec} needs {needed}")
     out = program.buffer(spec.num_heads * spec.value_dim)
-    partial = program.buffer(0, fixed_bytes=ROW_BATCH * spec.num_heads * MAX_CHUNKS * (spec.value_dim + 2) * 4)
+    partial = program.buffer(0, fixed_bytes=ROW_BATCH * spec.num_heads * MAX_CHUNKS * (spec.value_dim + TOTALS) * 4)
     args = AttentionArgs(
         layer=layer,
         heads=spec.num_heads,

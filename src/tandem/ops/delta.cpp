@@ -5,6 +5,7 @@
 
 using namespace tandem;
 using simd::F;
+using simd::repeat;
 
 struct ShortConvArgs {
     const float* x;       // [T, channels]
@@ -15,27 +16,43 @@ struct ShortConvArgs {
 
 namespace {
 
-constexpr int64_t kConvGrain = 64;  // channels: one cache line of bits to spare between threads
-constexpr int kMaxTaps = 16;
+constexpr int64_t kConvGrain = 64;
+constexpr int kMaxPast = 15;
 
-void convolve(const ShortConvArgs& args, const Segment& segment, const DeltaView& view, Range channels) {
-    const int64_t n = args.channels, past = args.width - 1;
-    simd::over(channels.end - channels.begin, [&](int64_t at, int count) {
-        const int64_t c = channels.begin + at;
-        F taps[kMaxTaps], inputs[kMaxTaps];
-        for (int64_t j = 0; j <= past; j++) taps[j] = simd::load_some(args.weight + j * n + c, count);
-        for (int64_t j = 0; j < past; j++) inputs[j] = simd::load_some(view.conv + j * n + c, count);
-        const float* x = args.x + segment.row_begin * n + c;
-        float* out = args.out + segment.row_begin * n + c;
-        for (int64_t row = 0; row < segment.rows; row++, x += n, out += n) {
-            inputs[past] = simd::load_some(x, count);
-            F y = inputs[0] * taps[0];
-            for (int64_t j = 1; j <= past; j++) y = simd::fma(inputs[j], taps[j], y);
-            simd::store_some(out, simd::silu(y), count);
-            for (int64_t j = 0; j < past; j++) inputs[j] = inputs[j + 1];
+// Channels [begin, end) of a segment, V vectors at a time (a part of one, with V = 1); P past inputs, or `past` if P < 0.
+template <int P, int V>
+void convolve(const ShortConvArgs& args, const Segment& segment, float* tail, int64_t c, int count) {
+    const int64_t n = args.channels, past = P < 0 ? args.width - 1 : P;
+    constexpr int kPast = P < 0 ? kMaxPast : P;
+    F taps[kPast + 1][V], inputs[kPast + 1][V];
+    const float* x = args.x + segment.row_begin * n + c;
+    float* out = args.out + segment.row_begin * n + c;
+    for (int v = 0; v < V; v++) {
+        const int64_t at = c + v * simd::kLanes;
+        for (int64_t j = 0; j <= past; j++) taps[j][v] = simd::load_some(args.weight + j * n + at, count);
+        for (int64_t j = 0; j < past; j++) inputs[j][v] = simd::load_some(tail + j * n + at, count);
+    }
+    for (int64_t row = 0; row < segment.rows; row++, x += n, out += n) {
+        for (int v = 0; v < V; v++) {
+            inputs[past][v] = simd::load_some(x + v * simd::kLanes, count);
+            F y = inputs[0][v] * taps[0][v];
+            for (int64_t j = 1; j <= past; j++) y = simd::fma(inputs[j][v], taps[j][v], y);
+            simd::store_some(out + v * simd::kLanes, simd::silu(y), count);
+            for (int64_t j = 0; j < past; j++) inputs[j][v] = inputs[j + 1][v];
         }
-        for (int64_t j = 0; j < past; j++) simd::store_some(view.conv + j * n + c, inputs[j], count);
-    });
+    }
+    for (int v = 0; v < V; v++)
+        for (int64_t j = 0; j < past; j++) simd::store_some(tail + j * n + c + v * simd::kLanes, inputs[j][v], count);
+}
+
+template <int P>
+void convolve_channels(const ShortConvArgs& args, const Segment& segment, float* tail, Range channels) {
+    constexpr int kVectors = 2;
+    int64_t c = channels.begin;
+    for (; c + kVectors * simd::kLanes <= channels.end; c += kVectors * simd::kLanes)
+        convolve<P, kVectors>(args, segment, tail, c, simd::kLanes);
+    for (; c < channels.end; c += simd::kLanes)
+        convolve<P, 1>(args, segment, tail, c, int(std::min<int64_t>(simd::kLanes, channels.end - c)));
 }
 
 }  // namespace
@@ -44,7 +61,9 @@ TANDEM_OP(short_conv, ShortConvArgs) {
     const Range channels = share(args.channels, kConvGrain, 1024, team);
     for (int s = 0; s < step.n_segments; s++) {
         const Segment& segment = step.segments[s];
-        convolve(args, segment, *static_cast<const DeltaView*>(segment.layer_state[args.layer]), channels);
+        float* tail = static_cast<const DeltaView*>(segment.layer_state[args.layer])->conv;
+        if (args.width == 4) convolve_channels<3>(args, segment, tail, channels);
+        else convolve_channels<-1>(args, segment, tail, channels);
     }
 }
 
@@ -70,30 +89,30 @@ struct Change {
     float decay, beta;
 };
 
-// One step of the rule on V vectors of columns (the last one of `last` lanes): reads the state twice, writes it once.
+// One step of the rule on V vectors of columns, or on one of `part` lanes: reads the state twice, writes it once.
 template <int V>
-void advance(float* state, int64_t stride, int64_t dim, int last, const Change& c) {
+void advance(float* state, int64_t stride, int64_t dim, int part, const Change& c) {
+    const auto load = [&](const float* x) { return V == 1 ? simd::load_some(x, part) : simd::load(x); };
+    const auto store = [&](float* x, F value) { simd::store_some(x, value, V == 1 ? part : simd::kLanes); };
     F sums[V], outs[V];
-    for (int j = 0; j < V; j++) sums[j] = outs[j] = simd::set1(0);
-    const auto lanes = [&](int j) { return j == V - 1 ? last : simd::kLanes; };
+    repeat<V>([&](auto j) { sums[j] = outs[j] = simd::set1(0); });
     const float* read = state;
     for (int64_t i = 0; i < dim; i++, read += stride) {
         const F k = simd::set1(c.k[i]);
-        for (int j = 0; j < V; j++) sums[j] = simd::fma(k, simd::load_some(read + j * simd::kLanes, lanes(j)), sums[j]);
+        repeat<V>([&](auto j) { sums[j] = simd::fma(k, load(read + j * simd::kLanes), sums[j]); });
     }
     const F decay = simd::set1(c.decay), beta = simd::set1(c.beta);
-    for (int j = 0; j < V; j++)
-        sums[j] = beta * simd::neg_fma(decay, sums[j], simd::load_some(c.v + j * simd::kLanes, lanes(j)));
+    repeat<V>([&](auto j) { sums[j] = beta * simd::neg_fma(decay, sums[j], load(c.v + j * simd::kLanes)); });
     float* line = state;
     for (int64_t i = 0; i < dim; i++, line += stride) {
         const F k = simd::set1(c.k[i]), q = simd::set1(c.q[i]);
-        for (int j = 0; j < V; j++) {
-            const F next = simd::fma(k, sums[j], decay * simd::load_some(line + j * simd::kLanes, lanes(j)));
-            simd::store_some(line + j * simd::kLanes, next, lanes(j));
+        repeat<V>([&](auto j) {
+            const F next = simd::fma(k, sums[j], decay * load(line + j * simd::kLanes));
+            store(line + j * simd::kLanes, next);
             outs[j] = simd::fma(q, next, outs[j]);
-        }
+        });
     }
-    for (int j = 0; j < V; j++) simd::store_some(c.out + j * simd::kLanes, outs[j], lanes(j));
+    repeat<V>([&](auto j) { store(c.out + j * simd::kLanes, outs[j]); });
 }
 
 void advance_columns(float* state, int64_t stride, int64_t dim, int64_t columns, const Change& c) {

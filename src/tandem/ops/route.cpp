@@ -4,6 +4,8 @@
 #include "ops/simd_math.h"
 
 using namespace tandem;
+using simd::F;
+using simd::repeat;
 
 struct RouteArgs {
     const float* x;       // [T, width]
@@ -19,33 +21,40 @@ namespace {
 
 constexpr float kMinWeightSum = 6.1e-5f;  // smallest normal half: keeps the renormalisation finite
 constexpr int kExpertTile = 8;
+constexpr int64_t kRowBlock = 32;
 
 // R rows times E experts; every product is one chain of vector sums over the width, whatever R and E are.
 template <int R, int E>
 void products(const RouteArgs& args, int64_t row, int64_t expert) {
-    simd::F acc[R][E];
-    for (auto& line : acc)
-        for (auto& a : line) a = simd::set1(0);
+    F acc[R][E];
+    repeat<R>([&](auto r) { repeat<E>([&](auto e) { acc[r][e] = simd::set1(0); }); });
     const int64_t n = args.width;
     const float *x = args.x + row * n, *w = args.router + expert * n;
-    simd::over(n, [&](int64_t i, int count) {
-        simd::F xs[R];
-        for (int r = 0; r < R; r++) xs[r] = simd::load_some(x + r * n + i, count);
-        for (int e = 0; e < E; e++) {
-            const simd::F we = simd::load_some(w + e * n + i, count);
-            for (int r = 0; r < R; r++) acc[r][e] = simd::fma(xs[r], we, acc[r][e]);
-        }
+    simd::over(n, [&](int64_t i, int count) __attribute__((always_inline)) {
+        F xs[R];
+        repeat<R>([&](auto r) { xs[r] = simd::load_some(x + r * n + i, count); });
+        repeat<E>([&](auto e) {
+            const F we = simd::load_some(w + e * n + i, count);
+            repeat<R>([&](auto r) { acc[r][e] = simd::fma(xs[r], we, acc[r][e]); });
+        });
     });
-    for (int r = 0; r < R; r++)
-        for (int e = 0; e < E; e++) args.logits[(row + r) * args.experts + expert + e] = simd::sum(acc[r][e]) * args.scale;
+    repeat<R>([&](auto r) {
+        repeat<E>([&](auto e) { args.logits[(row + r) * args.experts + expert + e] = simd::sum(acc[r][e]) * args.scale; });
+    });
 }
 
 template <int E>
-void all_rows(const RouteArgs& args, int64_t rows, int64_t expert) {
-    int64_t row = 0;
-    for (; row + 4 <= rows; row += 4) products<4, E>(args, row, expert);
-    for (; row + 2 <= rows; row += 2) products<2, E>(args, row, expert);
-    if (row < rows) products<1, E>(args, row, expert);
+void all_rows(const RouteArgs& args, int64_t row, int64_t end, int64_t expert) {
+    for (; row + 4 <= end; row += 4) products<4, E>(args, row, expert);
+    for (; row + 2 <= end; row += 2) products<2, E>(args, row, expert);
+    if (row < end) products<1, E>(args, row, expert);
+}
+
+void expert_tile(const RouteArgs& args, int64_t row, int64_t rows, int64_t expert, int64_t experts) {
+    // Eight chains at once only for a single row: more rows bring their own.
+    if (rows == 1 && experts == kExpertTile) return products<1, kExpertTile>(args, row, expert);
+    for (; experts >= 4; experts -= 4, expert += 4) all_rows<4>(args, row, row + rows, expert);
+    for (; experts > 0; experts--, expert++) all_rows<1>(args, row, row + rows, expert);
 }
 
 void softmax(float* x, int64_t n) {
@@ -81,12 +90,16 @@ void choose(float* p, int64_t n, int k, int32_t* ids, float* weights) {
 }  // namespace
 
 TANDEM_OP(route, RouteArgs) {
-    team.loop(args.experts, kExpertTile, [&](int64_t begin, int64_t end) {
-        int64_t e = begin;
-        // Eight chains at once only for few rows: more rows bring their own.
-        if (end - begin == kExpertTile && step.rows == 1) return products<1, kExpertTile>(args, 0, begin);
-        for (; e + 4 <= end; e += 4) all_rows<4>(args, step.rows, e);
-        for (; e < end; e++) all_rows<1>(args, step.rows, e);
+    // Few rows: threads share the experts, for the matrix is megabytes. Many: blocks of rows, which stay in the second cache.
+    const int64_t block = step.rows <= 4 * team.threads ? step.rows : kRowBlock;
+    const int64_t expert_items = (args.experts + kExpertTile - 1) / kExpertTile;
+    const int64_t grain = block == step.rows ? 1 : expert_items;
+    team.loop((step.rows + block - 1) / block * expert_items, grain, [&](int64_t begin, int64_t end) {
+        for (int64_t item = begin; item < end; item++) {
+            const int64_t row = item / expert_items * block, rows = std::min<int64_t>(block, step.rows - row);
+            const int64_t expert = item % expert_items * kExpertTile;
+            expert_tile(args, row, rows, expert, std::min<int64_t>(kExpertTile, args.experts - expert));
+        }
     });
     team.barrier();
     const Range rows = share(step.rows, 1, 1, team);

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__x86_64__)
 // GCC's header starts unused lanes from an undefined value, and warns about that wherever it is inlined.
@@ -14,6 +15,13 @@
 #endif
 
 namespace tandem::simd {
+
+#if defined(__F16C__)
+
+inline float half_to_float(uint16_t h) { return _cvtsh_ss(h); }
+inline uint16_t float_to_half(float value) { return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
+
+#else
 
 inline float half_to_float(uint16_t h) {
     const uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = (h >> 10) & 31, fraction = h & 1023;
@@ -50,6 +58,8 @@ inline uint16_t float_to_half(float value) {
     return uint16_t(sign | ((bits - 0x38000000 + 0xfff + ((bits >> 13) & 1)) >> 13));
 }
 
+#endif
+
 #if defined(__AVX512F__)
 
 constexpr int kLanes = 16;
@@ -83,12 +93,14 @@ inline F with_sign_of(F magnitude, F sign) {
     return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(mask, _mm512_castps_si512(sign), _mm512_castps_si512(magnitude), 0xca));
 }
 inline F swap_pairs(F x) { return _mm512_permute_ps(x, 0xb1); }
-inline float sum(F x) {
+inline __m128 fold(F x) {
     const __m256 a = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
-    __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-    b = _mm_add_ps(b, _mm_movehl_ps(b, b));
-    return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
+    return _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
 }
+inline F interleave_low(F a, F b) { return _mm512_unpacklo_ps(a, b); }
+inline F interleave_high(F a, F b) { return _mm512_unpackhi_ps(a, b); }
+inline F pair_low(F a, F b) { return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b))); }
+inline F pair_high(F a, F b) { return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b))); }
 inline float maximum(F x) { return _mm512_reduce_max_ps(x); }
 
 #elif defined(__AVX2__)
@@ -136,11 +148,11 @@ inline F with_sign_of(F magnitude, F sign) {
     return _mm256_or_ps(_mm256_and_ps(mask, sign), _mm256_andnot_ps(mask, magnitude));
 }
 inline F swap_pairs(F x) { return _mm256_permute_ps(x, 0xb1); }
-inline float sum(F x) {
-    __m128 b = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-    b = _mm_add_ps(b, _mm_movehl_ps(b, b));
-    return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
-}
+inline __m128 fold(F x) { return _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1)); }
+inline F interleave_low(F a, F b) { return _mm256_unpacklo_ps(a, b); }
+inline F interleave_high(F a, F b) { return _mm256_unpackhi_ps(a, b); }
+inline F pair_low(F a, F b) { return _mm256_castpd_ps(_mm256_unpacklo_pd(_mm256_castps_pd(a), _mm256_castps_pd(b))); }
+inline F pair_high(F a, F b) { return _mm256_castpd_ps(_mm256_unpackhi_pd(_mm256_castps_pd(a), _mm256_castps_pd(b))); }
 inline float maximum(F x) {
     __m128 b = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     b = _mm_max_ps(b, _mm_movehl_ps(b, b));
@@ -201,6 +213,25 @@ inline float maximum(F x) { return std::fmax(std::fmax(x[0], x[2]), std::fmax(x[
 
 #endif
 
+// The sums of the lanes of four vectors; each is what `sum` gives.
+#if defined(__AVX2__)
+inline void sum4(F a, F b, F c, F d, float* out) {
+    const F ab = interleave_low(a, b) + interleave_high(a, b), cd = interleave_low(c, d) + interleave_high(c, d);
+    _mm_storeu_ps(out, fold(pair_low(ab, cd) + pair_high(ab, cd)));
+}
+inline float sum(F x) {
+    const F pairs = interleave_low(x, x) + interleave_high(x, x);
+    return _mm_cvtss_f32(fold(pairs + pair_high(pairs, pairs)));
+}
+#else
+inline void sum4(F a, F b, F c, F d, float* out) {
+    out[0] = sum(a);
+    out[1] = sum(b);
+    out[2] = sum(c);
+    out[3] = sum(d);
+}
+#endif
+
 // e^x: 0 below -104, infinity above 88.8; NaN stays NaN.
 inline F exp(F x) {
     x = min(set1(89.0f), max(set1(-104.0f), x));
@@ -234,7 +265,18 @@ inline F gelu_tanh(F x) {
     return set1(0.5f) * x * (set1(1.0f) + tanh(inner));
 }
 
-// Calls body(offset, full vector?, values) over n values; the last call covers what is left.
+template <int... I, class Body>
+__attribute__((always_inline)) inline void repeat(std::integer_sequence<int, I...>, Body&& body) {
+    (body(std::integral_constant<int, I>()), ...);
+}
+// body(0) .. body(N - 1) with constant arguments: arrays of vectors indexed by them stay in registers, which loops that
+// the compiler unrolls late do not achieve.
+template <int N, class Body>
+__attribute__((always_inline)) inline void repeat(Body&& body) {
+    repeat(std::make_integer_sequence<int, N>(), body);
+}
+
+// Calls body(offset, values) over n values; the last call covers what is left.
 template <class Body>
 inline void over(int64_t n, Body&& body) {
     int64_t i = 0;
