@@ -6,6 +6,15 @@
 
 namespace tandem {
 
+// A page ahead: the hardware prefetcher stops at page borders, and the weights of a run go on in the next page.
+// Prefetching past the end of a tensor is harmless.
+constexpr int kPrefetchBytes = 4096;
+
+template <int Bytes>
+inline void prefetch_ahead(const uint8_t* p) {
+    for (int line = 0; line < Bytes; line += 64) __builtin_prefetch(p + kPrefetchBytes + line);
+}
+
 #if TANDEM_AVX512
 
 namespace dot512 {
@@ -94,8 +103,10 @@ void dot_fixed(const uint8_t* w, int64_t stride, int64_t n, int64_t cols, const 
     for (int64_t i = 0; i < n; i++) {
         dot512::Sums<F, R> sums;
         const uint8_t* p = w + i * stride;
-        for (int64_t k = 0; k < whole; k += kSpan<F>, p += kSpanBytes<F>)
+        for (int64_t k = 0; k < whole; k += kSpan<F>, p += kSpanBytes<F>) {
+            prefetch_ahead<kSpanBytes<F>>(p);
             sums.add(quant::load_span<F>(p), k, at, records);
+        }
         if constexpr (F::block < 64)
             if (whole < cols) {
                 uint8_t last[kSpanBytes<F>] = {};
@@ -138,6 +149,7 @@ void dot_fixed(const uint8_t* w, int64_t stride, int64_t n, int64_t cols, const 
         }
         const uint8_t* p = w + i * stride;
         for (int64_t k = 0; k < cols; k += F::block, p += F::bytes) {
+            prefetch_ahead<F::bytes>(p);
             quant::unpack_block<F>(p, q, scale, bias);
             if constexpr (F::offset != 0)
                 for (int g = 0; g < groups; g++) bias[g] = -float(F::offset) * scale[g];
