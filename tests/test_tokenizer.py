@@ -223,6 +223,15 @@ def test_the_longest_of_two_control_names_is_taken():
     assert tokenizer.encode("<|im_end|>x<|im", parse_special=True) == [len(tokens) - 1, len(tokens) - 2]
 
 
+def test_names_that_users_may_write_are_found_before_normalization():
+    base = tiny()
+    tokens = [*base["tokenizer.ggml.tokens"], "<e\u0301>"]
+    types = np.append(base["tokenizer.ggml.token_type"], np.int32(small.USER_DEFINED))
+    tokenizer = Tokenizer.from_metadata(tiny(tokens=tokens, token_type=types))
+    assert tokenizer.encode("<e\u0301>") == [len(tokens) - 1]
+    assert len(tokenizer.encode("<é>")) > 1
+
+
 def test_unused_tokens_are_neither_read_nor_written():
     tokenizer = Tokenizer.from_metadata(tiny())
     unused = tokenizer.token_id("[PAD7]")
