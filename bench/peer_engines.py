@@ -29,7 +29,7 @@ class Engine(Protocol):
 
     def clear(self) -> None: ...
     def feed(self, ids: np.ndarray) -> None: ...
-    def logits(self, ids: np.ndarray) -> np.ndarray: ...
+    def logits(self, ids: np.ndarray, batch_tokens: int) -> np.ndarray: ...
 
 
 def random_ids(count: int, vocab_size: int, seed: int) -> np.ndarray:
@@ -103,12 +103,12 @@ class _LlamaLibrary:
             self._decode(part, every_logit=False)
         self._row(len(part) - 1)
 
-    def logits(self, ids: np.ndarray) -> np.ndarray:
-        """Logits after each of `ids` from an empty context, float32 [len(ids), vocab_size]."""
+    def logits(self, ids: np.ndarray, batch_tokens: int) -> np.ndarray:
+        """Logits after each of `ids` from an empty context, float32 [len(ids), vocab_size]; fed in batches."""
         self.clear()
         out = np.empty((len(ids), self.vocab_size), np.float32)
-        for start in range(0, len(ids), 128):          # bounds the peer's own logits buffer
-            part = ids[start:start + 128]
+        for start in range(0, len(ids), batch_tokens):
+            part = ids[start:start + batch_tokens]
             self._decode(part, every_logit=True)
             for i in range(len(part)):
                 out[start + i] = self._row(i)
@@ -143,9 +143,19 @@ class LlamaCpp(_LlamaLibrary):
         if not context:
             raise RuntimeError(f"llama.cpp makes no context of {context_tokens} tokens for {path}")
         self._adopt(model, context)
+        library.llama_tokenize.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int32, ctypes.c_void_p,
+                                           ctypes.c_int32, ctypes.c_bool, ctypes.c_bool]
         library.llama_get_memory.restype = ctypes.c_void_p
         library.llama_get_memory.argtypes = [ctypes.c_void_p]
         library.llama_memory_clear.argtypes = [ctypes.c_void_p, ctypes.c_bool]
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of plain text, with the tokens that the file wants around it."""
+        data = text.encode()
+        ids = np.empty(len(data) + 2, np.int32)
+        vocabulary = self._library.llama_model_get_vocab(self._model)
+        count = self._library.llama_tokenize(vocabulary, data, len(data), ids.ctypes.data, len(ids), True, False)
+        return ids[:count].tolist()
 
     def clear(self) -> None:
         self._library.llama_memory_clear(self._library.llama_get_memory(self._context), False)
@@ -233,8 +243,9 @@ class _TandemWorker:
     def measure(self, prefill_tokens: int, depth: int, decode_tokens: int) -> dict[str, float]:
         return self._decode.measure(self._engine, prefill_tokens, depth, decode_tokens)
 
-    def logits(self, ids: np.ndarray) -> np.ndarray:
-        return self._engine.logits([int(i) for i in ids])
+    def logits(self, ids: np.ndarray, batch_tokens: int) -> np.ndarray:
+        """As the peers', but the engine chooses its own batches."""
+        return self._engine.logits(ids.tolist())
 
 
 ENGINES = {"tandem": _TandemWorker, "llama.cpp": LlamaCpp, "ik_llama.cpp": IkLlama}
@@ -253,9 +264,11 @@ def answer(engine: object, command: dict[str, object]) -> dict[str, object]:
         return {"prefill_tok_s": result["prefill_tok_s"], "decode_tok_s": result["decode_tok_s"],
                 "peak_rss_bytes": peak_rss_bytes()}
     if command["do"] == "logits":
-        np.save(str(command["out"]), engine.logits(np.load(str(command["ids"]))))
+        np.save(str(command["out"]), engine.logits(np.load(str(command["ids"])), int(command["batch_tokens"])))
         return {}
-    raise ValueError(f"unknown command {command['do']!r}, expected 'measure' or 'logits'")
+    if command["do"] == "tokenize":
+        return {"ids": engine.tokenize(str(command["text"]))}
+    raise ValueError(f"unknown command {command['do']!r}, expected 'measure', 'logits' or 'tokenize'")
 
 
 def main(kind: str, path: str, context_tokens: int, threads: int) -> None:
