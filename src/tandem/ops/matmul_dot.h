@@ -121,56 +121,81 @@ void dot_fixed(const uint8_t* w, int64_t stride, int64_t n, int64_t cols, const 
 
 namespace dot256 {
 
+constexpr int kStep = 256;  // values unpacked at a time; what a row has less is zero
+
 // Sums of 4 products in each of 8 lanes: 32 weights against 32 activations.
 template <class F>
 inline __m256i dot32(__m256i q, __m256i x) {
-    const __m256i ones = _mm256_set1_epi16(1);
-    if constexpr (F::is_signed) return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(q), _mm256_sign_epi8(x, q)), ones);
-    else return _mm256_madd_epi16(_mm256_maddubs_epi16(q, x), ones);
+    __m256i pairs;
+    if constexpr (F::is_signed) pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(q), _mm256_sign_epi8(x, q));
+    else pairs = _mm256_maddubs_epi16(q, x);
+    return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 }
+
+template <class F>
+struct Step {
+    static constexpr int groups = kStep / F::group, vectors = groups / 8, blocks = kStep / F::block;
+    static constexpr bool has_bias = F::has_min || F::offset != 0;
+    alignas(32) int8_t q[kStep] = {};
+    alignas(32) float scale[groups], bias[groups];
+
+    void unpack(const uint8_t* p, int n_blocks) {
+        constexpr int per_block = F::block / F::group;
+        for (int i = 0; i < n_blocks; i++)
+            quant::unpack_block<F>(p + i * F::bytes, q + i * F::block, scale + i * per_block, bias + i * per_block);
+        for (int g = n_blocks * per_block; g < groups; g++) scale[g] = bias[g] = 0;
+        if constexpr (F::offset != 0)
+            for (int v = 0; v < vectors; v++)
+                _mm256_store_ps(bias + 8 * v, _mm256_mul_ps(_mm256_load_ps(scale + 8 * v), _mm256_set1_ps(-float(F::offset))));
+    }
+
+    // Adds the products with values k .. of one activation row.
+    inline __attribute__((always_inline)) void add(const uint8_t* record, const ActLayout& at, int64_t k, __m256& products,
+                                                   __m256& biases) const {
+        const float* x_scale = (const float*)(record + (F::group == 32 ? at.scale32 : at.scale16)) + k / F::group;
+        const float* x_sum = (const float*)(record + (F::group == 32 ? at.sum32 : at.sum16)) + k / F::group;
+        alignas(32) float joint[groups];
+        for (int v = 0; v < vectors; v++)
+            _mm256_store_ps(joint + 8 * v, _mm256_mul_ps(_mm256_load_ps(scale + 8 * v), _mm256_loadu_ps(x_scale + 8 * v)));
+        __m256 sum[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
+        for (int u = 0; u < kStep / 32; u++) {
+            const __m256i x = _mm256_loadu_si256((const __m256i*)(record + at.plain + k + 32 * u));
+            const __m256 value = _mm256_cvtepi32_ps(dot32<F>(_mm256_load_si256((const __m256i*)(q + 32 * u)), x));
+            __m256 lane_scale;
+            if constexpr (F::group == 32) lane_scale = _mm256_broadcast_ss(joint + u);
+            else lane_scale = _mm256_insertf128_ps(_mm256_broadcast_ss(joint + 2 * u), _mm_broadcast_ss(joint + 2 * u + 1), 1);
+            sum[u % 2] = _mm256_fmadd_ps(value, lane_scale, sum[u % 2]);
+        }
+        products = _mm256_add_ps(products, _mm256_add_ps(sum[0], sum[1]));
+        if constexpr (has_bias)
+            for (int v = 0; v < vectors; v++)
+                biases = _mm256_fmadd_ps(_mm256_load_ps(bias + 8 * v), _mm256_loadu_ps(x_sum + 8 * v), biases);
+    }
+};
 
 }  // namespace dot256
 
 template <class F, int R>
 void dot_fixed(const uint8_t* w, int64_t stride, int64_t n, int64_t cols, const uint8_t* const* given, float* out,
                int64_t ld) {
-    constexpr int groups = F::block / F::group, units = F::block / 32;
-    constexpr bool has_bias = F::has_min || F::offset != 0;
+    using dot256::kStep;
+    using Step = dot256::Step<F>;
     const ActLayout at(cols);
-    const int64_t scales = F::group == 32 ? at.scale32 : at.scale16, sums = F::group == 32 ? at.sum32 : at.sum16;
-    alignas(32) int8_t q[F::block];
-    alignas(32) float scale[groups], bias[groups], joint[groups];
+    Step step;
     for (int64_t i = 0; i < n; i++) {
-        __m256 products[R];
-        float biases[R];
-        for (int r = 0; r < R; r++) {
-            products[r] = _mm256_setzero_ps();
-            biases[r] = 0;
-        }
+        __m256 products[R], biases[R];
+        for (int r = 0; r < R; r++) products[r] = biases[r] = _mm256_setzero_ps();
         const uint8_t* p = w + i * stride;
-        for (int64_t k = 0; k < cols; k += F::block, p += F::bytes) {
-            prefetch_ahead<F::bytes>(p);
-            quant::unpack_block<F>(p, q, scale, bias);
-            if constexpr (F::offset != 0)
-                for (int g = 0; g < groups; g++) bias[g] = -float(F::offset) * scale[g];
-            for (int r = 0; r < R; r++) {
-                const uint8_t* record = given[r];
-                const float* x_scale = (const float*)(record + scales) + k / F::group;
-                for (int g = 0; g < groups; g++) joint[g] = scale[g] * x_scale[g];
-                for (int u = 0; u < units; u++) {
-                    const __m256i x = _mm256_loadu_si256((const __m256i*)(record + at.plain + k + 32 * u));
-                    const __m256 value = _mm256_cvtepi32_ps(dot256::dot32<F>(_mm256_load_si256((const __m256i*)(q + 32 * u)), x));
-                    const __m256 lane_scale = F::group == 32 ? _mm256_broadcast_ss(joint + u)
-                        : _mm256_set_m128(_mm_broadcast_ss(joint + 2 * u + 1), _mm_broadcast_ss(joint + 2 * u));
-                    products[r] = _mm256_fmadd_ps(value, lane_scale, products[r]);
-                }
-                if constexpr (has_bias) {
-                    const float* x_sum = (const float*)(record + sums) + k / F::group;
-                    for (int g = 0; g < groups; g++) biases[r] += bias[g] * x_sum[g];
-                }
-            }
+        for (int64_t k = 0; k < cols; k += kStep, p += Step::blocks * F::bytes) {
+            prefetch_ahead<Step::blocks * F::bytes>(p);
+            if (k + kStep <= cols) step.unpack(p, Step::blocks);
+            else step.unpack(p, int(cols - k) / F::block);
+            for (int r = 0; r < R; r++) step.add(given[r], at, k, products[r], biases[r]);
         }
-        for (int r = 0; r < R; r++) out[r * ld + i] = Vec{products[r]}.sum() + biases[r];
+        for (int r = 0; r < R; r++) {
+            const float sum = Vec{products[r]}.sum();
+            out[r * ld + i] = Step::has_bias ? sum + Vec{biases[r]}.sum() : sum;
+        }
     }
 }
 

@@ -12,9 +12,18 @@ using DotFn = void (*)(const uint8_t* w, int64_t stride, int64_t n, int64_t cols
 using PanelFn = void (*)(const uint8_t* w, int64_t stride, int64_t n, int64_t k, int64_t count, uint8_t* panel);
 using UnpackFn = void (*)(const uint8_t* blocks, int64_t cols, float* out);
 
+// What the matrix product must know of the panels of a format; see matmul_panel.h.
+struct PanelForm {
+    bool group16;    // a scale per 16 values, not 32
+    bool has_bias;   // a bias beside each scale
+    bool has_start;  // integer start values (AVX-512)
+    bool is_signed;  // AVX2: q may be negative
+    int sums16;      // AVX2: quads whose products fit a sum in 16 bits
+};
+
 struct Kernels {
     int32_t type, block, bytes;
-    bool group16, has_min;
+    PanelForm form;
     DotFn dot;
     PanelFn panel;  // null where products of many rows also go through dot
     UnpackFn unpack;
@@ -39,7 +48,7 @@ void unpack_floats(int32_t type, const uint8_t* blocks, int64_t cols, float* out
 struct PanelSlice {
     const uint8_t* panel;
     int64_t k, count;  // values k .. k + count
-    bool group16, has_min;
+    PanelForm form;
 };
 void multiply_panel(const PanelSlice& slice, int64_t cols, const uint8_t* const* records, int64_t n_acts, float* out,
                     bool accumulate);

@@ -1,11 +1,12 @@
-// Unpacks weight rows into the layout of the matrix product of many activations (AVX-512).
+// Unpacks weight rows into the layout of the matrix product of many activations.
 //
 // A panel slice holds 32 weight rows. Per group of 32 values, contiguous:
-//   int8   q[8 quads][32 rows][4]     offset already subtracted
-//   int32  start[halves][32 rows]     -128 * sum of q: undoes the +128 of the unsigned activations
+//   int8   q[8 quads][32 rows][4]
+//   int32  start[halves][32 rows]     -128 * sum of q: undoes the +128 of the unsigned activations (AVX-512 only)
 //   float  scale[halves][32 rows]
-//   float  bias[halves][32 rows]      only with minimums
+//   float  bias[halves][32 rows]      only where the layout has one
 // halves = 2 for types with a scale per 16 values, else 1.
+// AVX-512 takes signed q, so offsets are subtracted; AVX2 takes unsigned q where it can, so offsets become biases.
 #pragma once
 #include "ops/matmul_kernels.h"
 
@@ -13,8 +14,18 @@ namespace tandem {
 
 constexpr int64_t kSliceValues = 512;  // values of K per slice: a slice stays in the first-level cache
 
-constexpr int64_t panel_group_bytes(bool group16, bool has_min) {
-    return 1024 + 128 * (group16 ? 2 : 1) * (has_min ? 3 : 2);
+template <class F>
+constexpr PanelForm panel_form() {
+#if TANDEM_AVX512
+    return {F::group == 16, F::has_min, true, false, 1};
+#else
+    // How many products can be summed in 16 bits: 2 * q_max * 127 each.
+    return {F::group == 16, F::has_min || F::offset != 0, false, F::is_signed, F::q_max <= 15 ? 8 : F::q_max <= 63 ? 2 : 1};
+#endif
+}
+
+constexpr int64_t panel_group_bytes(PanelForm form) {
+    return 1024 + 128 * (form.group16 ? 2 : 1) * (1 + form.has_start + form.has_bias);
 }
 
 #if TANDEM_AVX512
@@ -52,7 +63,7 @@ template <class F>
 void fill_panel(const uint8_t* w, int64_t stride, int64_t n, int64_t k, int64_t count, uint8_t* panel) {
     using namespace quant;
     constexpr int span = kSpan<F>, units = span / 64, groups = span / F::group, halves = 32 / F::group;
-    constexpr int64_t group_bytes = panel_group_bytes(F::group == 16, F::has_min);
+    constexpr int64_t group_bytes = panel_group_bytes(panel_form<F>());
     alignas(64) int8_t q[16][span];
     for (int64_t first = 0; first < kPanel; first += 16) {
         for (int64_t done = 0; done < count; done += span) {
@@ -102,6 +113,60 @@ void fill_panel(const uint8_t* w, int64_t stride, int64_t n, int64_t k, int64_t 
             }
         }
     }
+}
+
+#elif TANDEM_AVX2
+
+namespace panel256 {
+
+// Rows a[0..7] of 8 dwords -> columns.
+inline void transpose8(__m256i* a) {
+    __m256i b[8], c[8];
+    for (int i = 0; i < 8; i += 2) {
+        b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; j++) {
+            c[i + 2 * j] = _mm256_unpacklo_epi64(b[i + j], b[i + j + 2]);
+            c[i + 2 * j + 1] = _mm256_unpackhi_epi64(b[i + j], b[i + j + 2]);
+        }
+    for (int j = 0; j < 4; j++) {
+        a[j] = _mm256_permute2x128_si256(c[j], c[4 + j], 0x20);
+        a[4 + j] = _mm256_permute2x128_si256(c[j], c[4 + j], 0x31);
+    }
+}
+
+}  // namespace panel256
+
+template <class F>
+void fill_panel(const uint8_t* w, int64_t stride, int64_t n, int64_t k, int64_t count, uint8_t* panel) {
+    constexpr int halves = 32 / F::group, groups = F::block / F::group;
+    constexpr int64_t group_bytes = panel_group_bytes(panel_form<F>());
+    alignas(32) int8_t q[8][F::block] = {};
+    alignas(32) float scale[groups] = {}, bias[groups] = {};
+    for (int64_t first = 0; first < kPanel; first += 8)
+        for (int64_t done = 0; done < count; done += F::block) {
+            uint8_t* at = panel + done / 32 * group_bytes;
+            for (int64_t r = 0; r < 8; r++) {
+                // Rows past the last one repeat it; their results are not used.
+                const int64_t row = first + r < n ? first + r : n - 1;
+                quant::unpack_block<F>(w + row * stride + (k + done) / F::block * F::bytes, q[r], scale, bias);
+                for (int g = 0; g < groups; g++) {
+                    float* scales = (float*)(at + g / halves * group_bytes + 1024) + 32 * (g % halves) + first + r;
+                    scales[0] = scale[g];
+                    if (F::has_min) scales[32 * halves] = bias[g];
+                    else if (F::offset) scales[32 * halves] = -float(F::offset) * scale[g];
+                }
+            }
+            for (int u = 0; u < F::block / 32; u++) {
+                __m256i quads[8];
+                for (int r = 0; r < 8; r++) quads[r] = _mm256_load_si256((const __m256i*)(q[r] + 32 * u));
+                panel256::transpose8(quads);
+                for (int i = 0; i < 8; i++)
+                    _mm256_store_si256((__m256i*)(at + u * group_bytes + 128 * i + 4 * first), quads[i]);
+            }
+        }
 }
 
 #endif

@@ -127,7 +127,7 @@ void dot_rows(const Weight& w, int64_t expert, int64_t row_begin, int64_t row_en
     apply_scale(w, expert, out, acts.n, ld, n);
 }
 
-size_t panel_scratch_bytes() { return size_t(kSliceValues / 32 * panel_group_bytes(true, true)); }
+size_t panel_scratch_bytes() { return size_t(kSliceValues / 32 * panel_group_bytes({true, true, true, false, 1})); }
 
 void panel_rows(const Weight& w, int64_t expert, int64_t row_begin, int64_t row_end, const Acts& acts, float* out,
                 uint8_t* scratch) {
@@ -139,7 +139,7 @@ void panel_rows(const Weight& w, int64_t expert, int64_t row_begin, int64_t row_
         for (int64_t k = 0; k < w.cols; k += kSliceValues) {
             const int64_t count = std::min(kSliceValues, w.cols - k);
             kernels.panel(p, w.row_stride_bytes, n, k, count, scratch);
-            multiply_panel({scratch, k, count, kernels.group16, kernels.has_min}, w.cols, acts.records, acts.n, out, k > 0);
+            multiply_panel({scratch, k, count, kernels.form}, w.cols, acts.records, acts.n, out, k > 0);
         }
     } else {
         for (int64_t r = 0; r < acts.n; r += kDotRows)

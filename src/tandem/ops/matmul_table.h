@@ -7,11 +7,12 @@ namespace tandem {
 
 template <class F>
 constexpr Kernels kernels_of() {
-#if TANDEM_AVX512
-    return {F::type, F::block, F::bytes, F::group == 16, F::has_min, dot<F>, fill_panel<F>, unpack_blocks<F>};
+#if TANDEM_AVX512 || TANDEM_AVX2
+    constexpr PanelFn panel = fill_panel<F>;
 #else
-    return {F::type, F::block, F::bytes, F::group == 16, F::has_min, dot<F>, nullptr, unpack_blocks<F>};
+    constexpr PanelFn panel = nullptr;
 #endif
+    return {F::type, F::block, F::bytes, panel_form<F>(), dot<F>, panel, unpack_blocks<F>};
 }
 
 }  // namespace tandem

@@ -122,6 +122,23 @@ struct Span {
 };
 #endif
 
+#if TANDEM_AVX2
+inline __m256i load32(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
+inline void store32(int8_t* q, __m256i v) { _mm256_store_si256((__m256i*)q, v); }
+inline __m256i keep(__m256i a, int mask) { return _mm256_and_si256(a, _mm256_set1_epi8(char(mask))); }
+// 16 bytes of nibbles -> 32 values, low nibbles first.
+inline __m256i split_nibbles(const uint8_t* p) {
+    const __m128i packed = _mm_loadu_si128((const __m128i*)p);
+    return keep(_mm256_set_m128i(_mm_srli_epi16(packed, 4), packed), 15);
+}
+inline __m256i look_up(const int8_t* table16, __m256i codes) {
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)table16)), codes);
+}
+inline __m256 bytes_to_float8(uint64_t bytes) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)bytes)));
+}
+#endif
+
 template <class F, class = void> struct HasLoad : std::false_type {};
 template <class F> struct HasLoad<F, std::void_t<decltype(&F::load)>> : std::true_type {};
 template <class F, class = void> struct HasAvx2 : std::false_type {};

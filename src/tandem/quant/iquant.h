@@ -133,6 +133,12 @@ struct IQ4_NL {
         return s;
     }
 #endif
+#if TANDEM_AVX2
+    static void unpack_avx2(const uint8_t* b, int8_t* q, float* scale, float*) {
+        scale[0] = read_half(b);
+        store32(q, look_up(grids.iq4nl, split_nibbles(b + 2)));
+    }
+#endif
 };
 
 struct IQ4_XS {
@@ -166,6 +172,15 @@ struct IQ4_XS {
                                _pdep_u64(read_as<uint16_t>(p + 2), 0x3030303030303030);
         s.scale = _mm256_mul_ps(half_times_8(p), _mm256_sub_ps(bytes_to_float8(codes), _mm256_set1_ps(32)));
         return s;
+    }
+#endif
+#if TANDEM_AVX2
+    static void unpack_avx2(const uint8_t* b, int8_t* q, float* scale, float*) {
+        for (int g = 0; g < 8; g++) store32(q + 32 * g, look_up(grids.iq4nl, split_nibbles(b + 8 + 16 * g)));
+        const uint64_t codes = _pdep_u64(read_as<uint32_t>(b + 4), 0x0f0f0f0f0f0f0f0f) |
+                               _pdep_u64(read_as<uint16_t>(b + 2), 0x3030303030303030);
+        const __m256 d = _mm256_set1_ps(read_half(b));
+        _mm256_storeu_ps(scale, _mm256_mul_ps(d, _mm256_sub_ps(bytes_to_float8(codes), _mm256_set1_ps(32))));
     }
 #endif
 };

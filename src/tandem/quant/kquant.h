@@ -27,6 +27,17 @@ inline void scales_and_mins(const uint8_t* b, float* scale, float* bias) {
     }
 }
 
+#if TANDEM_AVX2
+inline void scales_and_mins_avx2(const uint8_t* b, float* scale, float* bias) {
+    uint64_t s[2];
+    split_scales(b + 4, (uint8_t*)s);
+    _mm256_storeu_ps(scale, _mm256_mul_ps(_mm256_set1_ps(read_half(b)), bytes_to_float8(s[0])));
+    _mm256_storeu_ps(bias, _mm256_mul_ps(_mm256_set1_ps(-read_half(b + 2)), bytes_to_float8(s[1])));
+}
+
+inline __m256i two_bits(__m256i packed, int part) { return keep(_mm256_srli_epi16(packed, 2 * part), 3); }
+#endif
+
 #if TANDEM_AVX512
 inline void scales_and_mins(const uint8_t* b, __m256* scale, __m256* bias) {
     uint64_t s[2];
@@ -71,6 +82,21 @@ struct Q2_K {
         return s;
     }
 #endif
+#if TANDEM_AVX2
+    static void unpack_avx2(const uint8_t* b, int8_t* q, float* scale, float* bias) {
+        const __m128i packed = _mm_loadu_si128((const __m128i*)b), low = _mm_and_si128(packed, _mm_set1_epi8(15));
+        const __m128i high = _mm_and_si128(_mm_srli_epi16(packed, 4), _mm_set1_epi8(15));
+        const __m256 d = _mm256_set1_ps(read_half(b + 80)), minus = _mm256_set1_ps(-read_half(b + 82));
+        for (int h = 0; h < 2; h++) {
+            const uint64_t s = uint64_t(h ? _mm_extract_epi64(low, 1) : _mm_cvtsi128_si64(low));
+            const uint64_t m = uint64_t(h ? _mm_extract_epi64(high, 1) : _mm_cvtsi128_si64(high));
+            _mm256_storeu_ps(scale + 8 * h, _mm256_mul_ps(d, bytes_to_float8(s)));
+            _mm256_storeu_ps(bias + 8 * h, _mm256_mul_ps(minus, bytes_to_float8(m)));
+            const __m256i codes = load32(b + 16 + 32 * h);
+            for (int part = 0; part < 4; part++) store32(q + 128 * h + 32 * part, two_bits(codes, part));
+        }
+    }
+#endif
 };
 
 struct Q3_K {
@@ -106,6 +132,23 @@ struct Q3_K {
         return s;
     }
 #endif
+#if TANDEM_AVX2
+    static void unpack_avx2(const uint8_t* b, int8_t* q, float* scale, float*) {
+        const uint64_t nibbles = read_as<uint64_t>(b + 96), top = read_as<uint32_t>(b + 104);
+        const uint64_t sixes[2] = {(nibbles & 0x0f0f0f0f0f0f0f0f) | ((top << 4 | top << 34) & 0x3030303030303030),
+                                   (nibbles >> 4 & 0x0f0f0f0f0f0f0f0f) | ((top | top << 30) & 0x3030303030303030)};
+        const __m256 d = _mm256_set1_ps(read_half(b + 108));
+        const __m256i masks = load32(b);
+        for (int h = 0; h < 2; h++) {
+            _mm256_storeu_ps(scale + 8 * h, _mm256_mul_ps(d, _mm256_sub_ps(bytes_to_float8(sixes[h]), _mm256_set1_ps(32))));
+            const __m256i codes = load32(b + 32 + 32 * h), high = h ? _mm256_srli_epi16(masks, 4) : masks;
+            for (int part = 0; part < 4; part++) {
+                const __m256i bit = keep(_mm256_slli_epi16(_mm256_srli_epi16(high, part), 2), 4);
+                store32(q + 128 * h + 32 * part, _mm256_or_si256(two_bits(codes, part), bit));
+            }
+        }
+    }
+#endif
 };
 
 struct Q4_K {
@@ -121,6 +164,16 @@ struct Q4_K {
         for (int u = 0; u < 4; u++) s.q[u] = keep(shift_right(load_twice(p + 16 + 32 * u), 0, 4), 15);
         scales_and_mins(p, &s.scale, &s.bias);
         return s;
+    }
+#endif
+#if TANDEM_AVX2
+    static void unpack_avx2(const uint8_t* b, int8_t* q, float* scale, float* bias) {
+        scales_and_mins_avx2(b, scale, bias);
+        for (int j = 0; j < 4; j++) {
+            const __m256i packed = load32(b + 16 + 32 * j);
+            store32(q + 64 * j, keep(packed, 15));
+            store32(q + 64 * j + 32, keep(_mm256_srli_epi16(packed, 4), 15));
+        }
     }
 #endif
 };
@@ -142,6 +195,17 @@ struct Q5_K {
         for (int u = 0; u < 4; u++) s.q[u] = merge(keep(shift_right(load_twice(p + 48 + 32 * u), 0, 4), 15), fifth[u], 16);
         scales_and_mins(p, &s.scale, &s.bias);
         return s;
+    }
+#endif
+#if TANDEM_AVX2
+    static void unpack_avx2(const uint8_t* b, int8_t* q, float* scale, float* bias) {
+        scales_and_mins_avx2(b, scale, bias);
+        const __m256i high = load32(b + 16);
+        for (int j = 0; j < 4; j++) {
+            const __m256i packed = load32(b + 48 + 32 * j), bits = _mm256_srli_epi16(high, 2 * j);
+            store32(q + 64 * j, _mm256_or_si256(keep(packed, 15), keep(_mm256_slli_epi16(bits, 4), 16)));
+            store32(q + 64 * j + 32, _mm256_or_si256(keep(_mm256_srli_epi16(packed, 4), 15), keep(_mm256_slli_epi16(bits, 3), 16)));
+        }
     }
 #endif
 };
@@ -171,6 +235,21 @@ struct Q6_K {
         const __m512i codes = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(p + 192)));
         s.scale = _mm512_mul_ps(half_times_16(p + 208), _mm512_cvtepi32_ps(codes));
         return s;
+    }
+#endif
+#if TANDEM_AVX2
+    static void unpack_avx2(const uint8_t* b, int8_t* q, float* scale, float*) {
+        const __m256 d = _mm256_set1_ps(read_half(b + 208));
+        for (int h = 0; h < 2; h++) {
+            const __m256i codes = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(b + 192 + 8 * h)));
+            _mm256_storeu_ps(scale + 8 * h, _mm256_mul_ps(d, _mm256_cvtepi32_ps(codes)));
+            const __m256i high = load32(b + 128 + 32 * h), low[2] = {load32(b + 64 * h), load32(b + 64 * h + 32)};
+            for (int part = 0; part < 4; part++) {
+                const __m256i four = keep(part < 2 ? low[part] : _mm256_srli_epi16(low[part - 2], 4), 15);
+                const __m256i two = keep(_mm256_slli_epi16(_mm256_srli_epi16(high, 2 * part), 4), 48);
+                store32(q + 128 * h + 32 * part, _mm256_or_si256(four, two));
+            }
+        }
     }
 #endif
 };

@@ -22,6 +22,16 @@ inline __m512i with_fifth_bits(__m512i q, uint32_t low, uint32_t high) {
 }
 #endif
 
+#if TANDEM_AVX2
+// Bit i of bits becomes 16 in byte i of q.
+inline __m256i with_fifth_bits(__m256i q, uint32_t bits) {
+    const __m256i source = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+    const __m256i bit = _mm256_set1_epi64x(int64_t(0x8040201008040201));
+    const __m256i bytes = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(int(bits)), source), bit);
+    return _mm256_or_si256(q, keep(_mm256_cmpeq_epi8(bytes, bit), 16));
+}
+#endif
+
 struct Q4_0 {
     static constexpr int type = 2, block = 32, bytes = 18, group = 32, q_max = 15, offset = 8;
     static constexpr bool is_signed = false, has_min = false;
@@ -35,6 +45,12 @@ struct Q4_0 {
         s.q[0] = two_blocks_of_nibbles<2, 18>(p);
         s.scale = two_halves(read_as<uint16_t>(p) | uint32_t(read_as<uint16_t>(p + 18)) << 16);
         return s;
+    }
+#endif
+#if TANDEM_AVX2
+    static void unpack_avx2(const uint8_t* b, int8_t* q, float* scale, float*) {
+        scale[0] = read_half(b);
+        store32(q, split_nibbles(b + 2));
     }
 #endif
 };
@@ -57,6 +73,13 @@ struct Q4_1 {
         return s;
     }
 #endif
+#if TANDEM_AVX2
+    static void unpack_avx2(const uint8_t* b, int8_t* q, float* scale, float* bias) {
+        scale[0] = read_half(b);
+        bias[0] = read_half(b + 2);
+        store32(q, split_nibbles(b + 4));
+    }
+#endif
 };
 
 struct Q5_0 {
@@ -73,6 +96,12 @@ struct Q5_0 {
         s.q[0] = with_fifth_bits(two_blocks_of_nibbles<6, 22>(p), read_as<uint32_t>(p + 2), read_as<uint32_t>(p + 24));
         s.scale = two_halves(read_as<uint16_t>(p) | uint32_t(read_as<uint16_t>(p + 22)) << 16);
         return s;
+    }
+#endif
+#if TANDEM_AVX2
+    static void unpack_avx2(const uint8_t* b, int8_t* q, float* scale, float*) {
+        scale[0] = read_half(b);
+        store32(q, with_fifth_bits(split_nibbles(b + 6), read_as<uint32_t>(b + 2)));
     }
 #endif
 };
@@ -96,6 +125,13 @@ struct Q5_1 {
         return s;
     }
 #endif
+#if TANDEM_AVX2
+    static void unpack_avx2(const uint8_t* b, int8_t* q, float* scale, float* bias) {
+        scale[0] = read_half(b);
+        bias[0] = read_half(b + 2);
+        store32(q, with_fifth_bits(split_nibbles(b + 8), read_as<uint32_t>(b + 4)));
+    }
+#endif
 };
 
 struct Q8_0 {
@@ -112,6 +148,12 @@ struct Q8_0 {
         s.q[0] = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
         s.scale = two_halves(read_as<uint16_t>(p) | uint32_t(read_as<uint16_t>(p + 34)) << 16);
         return s;
+    }
+#endif
+#if TANDEM_AVX2
+    static void unpack_avx2(const uint8_t* b, int8_t* q, float* scale, float*) {
+        scale[0] = read_half(b);
+        store32(q, load32(b + 2));
     }
 #endif
 };

@@ -32,6 +32,12 @@ struct MXFP4 {
         return s;
     }
 #endif
+#if TANDEM_AVX2
+    static void unpack_avx2(const uint8_t* b, int8_t* q, float* scale, float*) {
+        scale[0] = half_e8m0(b[0]);
+        store32(q, look_up(grids.e2m1, split_nibbles(b + 1)));
+    }
+#endif
 };
 
 struct NVFP4 {
@@ -59,6 +65,16 @@ struct NVFP4 {
         const __m128i valid = _mm_maskz_mov_epi16(_mm_cmpneq_epi16_mask(codes, _mm_set1_epi16(0x7f)), bits);
         s.scale = _mm_mul_ps(_mm_cvtph_ps(valid), _mm_set1_ps(128));
         return s;
+    }
+#endif
+#if TANDEM_AVX2
+    static void unpack_avx2(const uint8_t* b, int8_t* q, float* scale, float*) {
+        for (int g = 0; g < 4; g++) scale[g] = half_e4m3(b[g]);
+        for (int h = 0; h < 2; h++) {
+            // Each 8 bytes twice: their low nibbles, then their high ones.
+            const __m256i twice = _mm256_permute4x64_epi64(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)(b + 4 + 16 * h))), 0x50);
+            store32(q + 32 * h, look_up(grids.e2m1, keep(_mm256_srlv_epi64(twice, _mm256_setr_epi64x(0, 4, 0, 4)), 15)));
+        }
     }
 #endif
 };

@@ -46,6 +46,15 @@ struct TQ2_0 {
         return s;
     }
 #endif
+#if TANDEM_AVX2
+    static void unpack_avx2(const uint8_t* b, int8_t* q, float* scale, float*) {
+        _mm256_storeu_ps(scale, _mm256_set1_ps(read_half(b + 64)));
+        for (int h = 0; h < 2; h++) {
+            const __m256i codes = load32(b + 32 * h);
+            for (int part = 0; part < 4; part++) store32(q + 128 * h + 32 * part, keep(_mm256_srli_epi16(codes, 2 * part), 3));
+        }
+    }
+#endif
 };
 
 }  // namespace tandem::quant
