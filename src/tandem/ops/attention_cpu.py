@@ -1,4 +1,4 @@
-"""Records attention over the cache: the argument struct of attention.cpp."""
+"""Records attention over the cache: the argument struct of attention_cache.h."""
 
 import ctypes
 
@@ -8,13 +8,13 @@ from tandem.errors import ShapeError
 from tandem.ops.base import Attention
 from tandem.ops.program import Buffer, Program
 
-ROW_BATCH = 8  # rows that the few-rows form works on at a time, as in attention.cpp
+ROW_BATCH = 8  # rows that the few-rows form works on at a time; this and the next as in attention_few.h
 MAX_CHUNKS = 33
 TOTALS = 16
 
 
 class AttentionArgs(ctypes.Structure):
-    """Mirror of AttentionArgs in attention.cpp."""
+    """Mirror of AttentionArgs in attention_cache.h."""
 
     _fields_ = [
         ("q", ctypes.c_void_p),

@@ -13,6 +13,7 @@ from tandem.ops.elementwise_cpu import (
     record_softcap,
     record_split_gate,
 )
+from tandem.ops.experts_cpu import record_experts
 from tandem.ops.matmul_cpu import record_gate_up, record_matmul, record_matmul_add
 from tandem.ops.norm_cpu import record_gated_rms_norm, record_rms_norm
 from tandem.ops.program import Buffer, Program
@@ -81,8 +82,6 @@ class CpuOps:
         return record_route(self.program, x, router, k)
 
     def experts(self, x: Buffer, routing: Routing, gate: Weight, up: Weight, down: Weight, activation: str) -> Buffer:
-        from tandem.ops.experts_cpu import record_experts
-
         return record_experts(self.program, x, routing.ids, routing.weights, gate, up, down, activation)
 
     def add_gated(self, base: Buffer, x: Buffer, gate_input: Buffer, gate_weight: Weight) -> Buffer:
