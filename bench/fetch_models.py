@@ -60,7 +60,8 @@ def download(requirement: str, folder: Path) -> Path:
     """The wheel of that requirement, without what it depends on."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:",
                "--dest", str(folder), requirement]
-    if subprocess.run(command).returncode:
+    # Standard output carries paths only.
+    if subprocess.run(command, stdout=sys.stderr).returncode:
         raise SystemExit(f"pip could not download {requirement}; the command was: {' '.join(command)}")
     stem = requirement.split("==")[0].replace("-", "_")
     return next(folder.glob(f"{stem}-*.whl"))
