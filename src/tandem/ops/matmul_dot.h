@@ -139,26 +139,33 @@ struct Step {
     alignas(32) int8_t q[kStep] = {};
     alignas(32) float scale[groups], bias[groups];
 
-    void unpack(const uint8_t* p, int n_blocks) {
+    void unpack(const uint8_t* p) {
+        quant::unpack_blocks<F, blocks>(p, q, scale, bias);
+        offset_to_bias();
+    }
+    void unpack_some(const uint8_t* p, int n_blocks) {
         constexpr int per_block = F::block / F::group;
         for (int i = 0; i < n_blocks; i++)
-            quant::unpack_block<F>(p + i * F::bytes, q + i * F::block, scale + i * per_block, bias + i * per_block);
+            quant::unpack_blocks<F, 1>(p + i * F::bytes, q + i * F::block, scale + i * per_block, bias + i * per_block);
         for (int g = n_blocks * per_block; g < groups; g++) scale[g] = bias[g] = 0;
+        offset_to_bias();
+    }
+    void offset_to_bias() {
         if constexpr (F::offset != 0)
             for (int v = 0; v < vectors; v++)
                 _mm256_store_ps(bias + 8 * v, _mm256_mul_ps(_mm256_load_ps(scale + 8 * v), _mm256_set1_ps(-float(F::offset))));
     }
 
-    // Adds the products with values k .. of one activation row.
-    inline __attribute__((always_inline)) void add(const uint8_t* record, const ActLayout& at, int64_t k, __m256& products,
-                                                   __m256& biases) const {
+    // Adds the products with values k .. k + 32 * units of one activation row.
+    inline __attribute__((always_inline)) void add(const uint8_t* record, const ActLayout& at, int64_t k, int units,
+                                                   __m256& products, __m256& biases) const {
         const float* x_scale = (const float*)(record + (F::group == 32 ? at.scale32 : at.scale16)) + k / F::group;
         const float* x_sum = (const float*)(record + (F::group == 32 ? at.sum32 : at.sum16)) + k / F::group;
         alignas(32) float joint[groups];
         for (int v = 0; v < vectors; v++)
             _mm256_store_ps(joint + 8 * v, _mm256_mul_ps(_mm256_load_ps(scale + 8 * v), _mm256_loadu_ps(x_scale + 8 * v)));
         __m256 sum[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
-        for (int u = 0; u < kStep / 32; u++) {
+        for (int u = 0; u < units; u++) {
             const __m256i x = _mm256_loadu_si256((const __m256i*)(record + at.plain + k + 32 * u));
             const __m256 value = _mm256_cvtepi32_ps(dot32<F>(_mm256_load_si256((const __m256i*)(q + 32 * u)), x));
             __m256 lane_scale;
@@ -173,6 +180,23 @@ struct Step {
     }
 };
 
+// One block of 32 values without the detour over memory: for the few blocks that are left at the end of a row.
+template <class F, int R>
+inline void add_block(const uint8_t* b, const uint8_t* const* records, const ActLayout& at, int64_t k, __m256* products,
+                      __m256* biases) {
+    const __m256i q = F::codes(b);
+    const float scale = read_half(b), bias = F::has_min ? read_half(b + 2) : -float(F::offset) * scale;
+    for (int r = 0; r < R; r++) {
+        const __m256i x = _mm256_loadu_si256((const __m256i*)(records[r] + at.plain + k));
+        const float joint = scale * read_as<float>(records[r] + at.scale32 + k / 8);
+        products[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot32<F>(q, x)), _mm256_set1_ps(joint), products[r]);
+        if constexpr (Step<F>::has_bias) {
+            const __m128 sum = _mm_set_ss(read_as<float>(records[r] + at.sum32 + k / 8));
+            biases[r] = _mm256_fmadd_ps(_mm256_set1_ps(bias), _mm256_zextps128_ps256(sum), biases[r]);
+        }
+    }
+}
+
 }  // namespace dot256
 
 template <class F, int R>
@@ -181,16 +205,24 @@ void dot_fixed(const uint8_t* w, int64_t stride, int64_t n, int64_t cols, const 
     using dot256::kStep;
     using Step = dot256::Step<F>;
     const ActLayout at(cols);
+    const uint8_t* records[R];
+    for (int r = 0; r < R; r++) records[r] = given[r];
     Step step;
     for (int64_t i = 0; i < n; i++) {
         __m256 products[R], biases[R];
         for (int r = 0; r < R; r++) products[r] = biases[r] = _mm256_setzero_ps();
         const uint8_t* p = w + i * stride;
-        for (int64_t k = 0; k < cols; k += kStep, p += Step::blocks * F::bytes) {
+        int64_t k = 0;
+        for (; k + kStep <= cols; k += kStep, p += Step::blocks * F::bytes) {
             prefetch_ahead<Step::blocks * F::bytes>(p);
-            if (k + kStep <= cols) step.unpack(p, Step::blocks);
-            else step.unpack(p, int(cols - k) / F::block);
-            for (int r = 0; r < R; r++) step.add(given[r], at, k, products[r], biases[r]);
+            step.unpack(p);
+            for (int r = 0; r < R; r++) step.add(records[r], at, k, kStep / 32, products[r], biases[r]);
+        }
+        if constexpr (quant::HasCodes<F>::value) {
+            for (; k < cols; k += 32, p += F::bytes) dot256::add_block<F, R>(p, records, at, k, products, biases);
+        } else if (k < cols) {
+            step.unpack_some(p, int(cols - k) / F::block);
+            for (int r = 0; r < R; r++) step.add(records[r], at, k, int(cols - k) / 32, products[r], biases[r]);
         }
         for (int r = 0; r < R; r++) {
             const float sum = Vec{products[r]}.sum();
@@ -249,7 +281,7 @@ void dot(const uint8_t* w, int64_t stride, int64_t n, int64_t cols, const uint8_
 }
 
 template <class F>
-void unpack_blocks(const uint8_t* blocks, int64_t cols, float* out) {
+void unpack_floats(const uint8_t* blocks, int64_t cols, float* out) {
     alignas(64) int8_t q[F::block];
     alignas(64) float scale[F::block / F::group], bias[F::block / F::group];
     for (int64_t k = 0; k < cols; k += F::block, blocks += F::bytes) {

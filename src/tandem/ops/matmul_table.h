@@ -12,7 +12,7 @@ constexpr Kernels kernels_of() {
 #else
     constexpr PanelFn panel = nullptr;
 #endif
-    return {F::type, F::block, F::bytes, panel_form<F>(), dot<F>, panel, unpack_blocks<F>};
+    return {F::type, F::block, F::bytes, panel_form<F>(), dot<F>, panel, unpack_floats<F>};
 }
 
 }  // namespace tandem

@@ -14,6 +14,8 @@
 //
 // Faster ways to say the same, used where present:
 //   static void unpack_avx2(same arguments)         under TANDEM_AVX2; q is 32-byte aligned
+//   static __m256i codes(const uint8_t* b)           instead, under TANDEM_AVX2, for blocks of 32 values that begin with
+//     a half scale and, with has_min, a half bias: the q
 //   static Span<Units, Groups> load(const uint8_t*)  under TANDEM_AVX512: the next span of max(block, 64) values in
 //     registers, Units = span / 64, Groups = span / group. Must not touch bytes after the span (masked loads do).
 #pragma once
@@ -141,14 +143,50 @@ inline __m256 bytes_to_float8(uint64_t bytes) {
 
 template <class F, class = void> struct HasLoad : std::false_type {};
 template <class F> struct HasLoad<F, std::void_t<decltype(&F::load)>> : std::true_type {};
+template <class F, class = void> struct HasCodes : std::false_type {};
+template <class F> struct HasCodes<F, std::void_t<decltype(sizeof(F::codes(nullptr)))>> : std::true_type {};
 template <class F, class = void> struct HasAvx2 : std::false_type {};
 template <class F> struct HasAvx2<F, std::void_t<decltype(&F::unpack_avx2)>> : std::true_type {};
 
 // One block in memory, by the fastest way the format has.
 template <class F>
 inline void unpack_block(const uint8_t* b, int8_t* q, float* scale, float* bias) {
-    if constexpr (HasAvx2<F>::value) F::unpack_avx2(b, q, scale, bias);
-    else F::unpack(b, q, scale, bias);
+    if constexpr (HasAvx2<F>::value) {
+        F::unpack_avx2(b, q, scale, bias);
+#if TANDEM_AVX2
+    } else if constexpr (HasCodes<F>::value) {
+        store32(q, F::codes(b));
+        scale[0] = read_half(b);
+        if constexpr (F::has_min) bias[0] = read_half(b + 2);
+#endif
+    } else {
+        F::unpack(b, q, scale, bias);
+    }
+}
+
+// Consecutive blocks in memory.
+template <class F, int N>
+inline void unpack_blocks(const uint8_t* b, int8_t* q, float* scale, float* bias) {
+#if TANDEM_AVX2
+    if constexpr (HasCodes<F>::value && N == 8) {
+        // The halves of all blocks are widened together.
+        uint32_t first[8];
+        for (int i = 0; i < 8; i++) {
+            store32(q + 32 * i, F::codes(b + i * F::bytes));
+            first[i] = read_as<uint32_t>(b + i * F::bytes);
+        }
+        const __m256i both = load32((const uint8_t*)first);
+        auto widen = [](__m256i v) {
+            const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(v, v), 0x08);
+            return _mm256_cvtph_ps(_mm256_castsi256_si128(packed));
+        };
+        _mm256_storeu_ps(scale, widen(_mm256_and_si256(both, _mm256_set1_epi32(0xffff))));
+        if constexpr (F::has_min) _mm256_storeu_ps(bias, widen(_mm256_srli_epi32(both, 16)));
+        return;
+    }
+#endif
+    constexpr int groups = F::block / F::group;
+    for (int i = 0; i < N; i++) unpack_block<F>(b + i * F::bytes, q + i * F::block, scale + i * groups, bias + i * groups);
 }
 
 #if TANDEM_AVX512

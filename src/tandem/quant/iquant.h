@@ -134,10 +134,7 @@ struct IQ4_NL {
     }
 #endif
 #if TANDEM_AVX2
-    static void unpack_avx2(const uint8_t* b, int8_t* q, float* scale, float*) {
-        scale[0] = read_half(b);
-        store32(q, look_up(grids.iq4nl, split_nibbles(b + 2)));
-    }
+    static __m256i codes(const uint8_t* b) { return look_up(grids.iq4nl, split_nibbles(b + 2)); }
 #endif
 };
 

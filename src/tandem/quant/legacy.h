@@ -48,10 +48,7 @@ struct Q4_0 {
     }
 #endif
 #if TANDEM_AVX2
-    static void unpack_avx2(const uint8_t* b, int8_t* q, float* scale, float*) {
-        scale[0] = read_half(b);
-        store32(q, split_nibbles(b + 2));
-    }
+    static __m256i codes(const uint8_t* b) { return split_nibbles(b + 2); }
 #endif
 };
 
@@ -74,11 +71,7 @@ struct Q4_1 {
     }
 #endif
 #if TANDEM_AVX2
-    static void unpack_avx2(const uint8_t* b, int8_t* q, float* scale, float* bias) {
-        scale[0] = read_half(b);
-        bias[0] = read_half(b + 2);
-        store32(q, split_nibbles(b + 4));
-    }
+    static __m256i codes(const uint8_t* b) { return split_nibbles(b + 4); }
 #endif
 };
 
@@ -99,10 +92,7 @@ struct Q5_0 {
     }
 #endif
 #if TANDEM_AVX2
-    static void unpack_avx2(const uint8_t* b, int8_t* q, float* scale, float*) {
-        scale[0] = read_half(b);
-        store32(q, with_fifth_bits(split_nibbles(b + 6), read_as<uint32_t>(b + 2)));
-    }
+    static __m256i codes(const uint8_t* b) { return with_fifth_bits(split_nibbles(b + 6), read_as<uint32_t>(b + 2)); }
 #endif
 };
 
@@ -126,11 +116,7 @@ struct Q5_1 {
     }
 #endif
 #if TANDEM_AVX2
-    static void unpack_avx2(const uint8_t* b, int8_t* q, float* scale, float* bias) {
-        scale[0] = read_half(b);
-        bias[0] = read_half(b + 2);
-        store32(q, with_fifth_bits(split_nibbles(b + 8), read_as<uint32_t>(b + 4)));
-    }
+    static __m256i codes(const uint8_t* b) { return with_fifth_bits(split_nibbles(b + 8), read_as<uint32_t>(b + 4)); }
 #endif
 };
 
@@ -151,10 +137,7 @@ struct Q8_0 {
     }
 #endif
 #if TANDEM_AVX2
-    static void unpack_avx2(const uint8_t* b, int8_t* q, float* scale, float*) {
-        scale[0] = read_half(b);
-        store32(q, load32(b + 2));
-    }
+    static __m256i codes(const uint8_t* b) { return load32(b + 2); }
 #endif
 };
 
