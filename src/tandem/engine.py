@@ -23,7 +23,6 @@ from tandem.runtime.session import Session, common_prefix
 from tandem.runtime.step import Runner
 from tandem.runtime.weights import load_weights
 from tandem.settings import setting
-from tandem.text.conversation import encode_conversation
 from tandem.text.template import ChatTemplate
 from tandem.text.tokenizer import Tokenizer
 
@@ -63,7 +62,7 @@ class Engine:
         model = model_for(file.metadata)
         config = model.Config.from_gguf(file.metadata, file.tensors)
         self.tokenizer = Tokenizer.from_metadata(file.metadata)
-        self._template: ChatTemplate | None = None
+        self.template = ChatTemplate.from_metadata(file.metadata, self.tokenizer)
         runner = Runner(native(), model, config, load_weights(file, model, config))
         self.plan = make_plan(self.summary, machine(), ctx=ctx, kv=kv, threads=threads, scratch_bytes=runner.scratch_bytes)
         if on_plan:
@@ -72,13 +71,6 @@ class Engine:
         self._vocab_size = runner.output.width
         self.runner: Runner | None = runner
         self.session = Session(runner, self.summary.specs, self.plan.ctx, kv, self.plan.checkpoints)
-
-    @property
-    def template(self) -> ChatTemplate:
-        """The file's chat template, made on first use. Raises TemplateError if the file has none that works."""
-        if self._template is None:
-            self._template = ChatTemplate.from_metadata(self.file.metadata, self.tokenizer)
-        return self._template
 
     @property
     def ctx(self) -> int:
@@ -149,6 +141,7 @@ class Engine:
         if self.runner is not None:
             self.runner.close()
             self.runner = self.session = None
+            self.template.close()
             self.file.close()
 
     def __enter__(self) -> "Engine":
@@ -172,19 +165,14 @@ class Engine:
             raise RequestError("the prompt is empty: give a message, a conversation or token ids")
         if not isinstance(prompt, str) and not isinstance(prompt[0], dict):
             self._check_ids(prompt)
-            return Prompt([int(t) for t in prompt], ())
+            return Prompt([int(t) for t in prompt], (), continues=True)
         if isinstance(prompt, str) and raw:
-            return Prompt(self.tokenizer.encode(prompt, add_special=True), ())
+            return Prompt(self.tokenizer.encode(prompt, add_special=True), (), continues=True)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        ids = self._encode_chat(messages, tools, True, options)
+        ids = self.template.encode(messages, tools, True, **options)
         # The next turn repeats the conversation up to here; what follows (the opened answer) may be rendered otherwise.
-        closed = self._encode_chat(messages, tools, False, options)
-        return Prompt(ids, (common_prefix(ids, closed),))
-
-    def _encode_chat(self, messages, tools, opened: bool, options: dict) -> list[int]:
-        return encode_conversation(
-            self.tokenizer, self.template, messages, tools=tools, add_generation_prompt=opened, **options
-        )
+        closed = self.template.encode(messages, tools, False, **options)
+        return Prompt(ids, (common_prefix(ids, closed),), continues=False)
 
 
 def _check_options(device: str, ctx: int | None, threads: int | None, kv: str) -> None:

@@ -17,10 +17,12 @@ from tandem.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, and lengths at which a later prompt is likely to part from this one (worth a checkpoint)."""
+    """Token ids; lengths at which a later prompt is likely to part from this one (worth a checkpoint); whether the
+    answer continues the prompt's own text, so that a space before its first word belongs to it."""
 
     ids: list[int]
     borders: tuple[int, ...]
+    continues: bool
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Generation:
         prefilled = time.perf_counter()
         first = last = prefilled
         try:
-            decoder, stops = self.tokenizer.decoder(), StopMatcher(self.sampling.stop)
+            decoder, stops = self.tokenizer.decoder(continues=self.prompt.continues), StopMatcher(self.sampling.stop)
             self.sampler.accept_prompt(self.prompt.ids)
             for token in self._tokens(logits):
                 last = time.perf_counter()
