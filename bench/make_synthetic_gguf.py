@@ -17,9 +17,10 @@ How the weights are made.  For each tensor type a pool of random blocks is drawn
 once (the embeddings and the output have their own); the scale fields of the blocks
 are then overwritten, so that the weights have mean 0 and a standard deviation of
 about gain/sqrt(row length), which keeps activations finite.
-Tensors are slices of the pool, each starting where the one before ended; the pool holds a prime number of blocks, so that neither rows nor
-experts line up with it.  Two experts may share bytes, but never an address:
-memory traffic, caching and paging behave as for the real file.
+Tensors are slices of the pool, each starting where the one before ended; the pool
+holds a prime number of blocks, so that neither rows nor experts line up with it.
+Two experts may share bytes, but never an address: memory traffic, caching and
+paging behave as for the real file.
 
 Speculative decoding.  By default the MTP layer guesses noise and no draft is ever
 accepted.  With --mtp-noise X the layers write quietly into a loud residual stream,
