@@ -94,11 +94,11 @@ def test_linear_rope_scaling(tiny, backend, arch):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("arch", ["llama", "qwen3", *HYBRIDS])
 def test_yarn_rope_scaling(tiny, backend, arch):
-    scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
+    scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 512}
     path = tiny(
         arch, metadata={f"rope.scaling.{key}": value for key, value in scaling.items()} | {"rope.freq_base": 1e4}
     )
-    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "rope_theta": 1e4}
     if arch in HYBRIDS:
         rope |= {"partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
     same_as_transformers(backend, path, rope_parameters=rope)
