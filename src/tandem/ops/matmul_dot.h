@@ -34,32 +34,37 @@ inline __m512i scale_lanes(int u) {
     return _mm512_add_epi32(first, _mm512_set1_epi32(64 / Group * u));
 }
 
+inline __m256 grow(__m128 v, __m256) { return _mm256_zextps128_ps256(v); }
+template <class V>
+inline V grow(V v, V) { return v; }
+
 template <class F, int R>
 struct Sums {
-    static constexpr int span = quant::kSpan<F>, units = span / 64, groups = span / F::group;
     static constexpr bool has_bias = F::has_min || F::offset != 0;
-    using L = quant::Lanes<groups>;
+    using BiasSums = typename quant::Lanes<quant::kSpan<F> / F::group>::V;
     __m512 products[R];
-    typename L::V biases[R];
+    BiasSums biases[R];
 
     Sums() {
         for (int r = 0; r < R; r++) {
             products[r] = _mm512_setzero_ps();
-            biases[r] = typename L::V{};
+            biases[r] = BiasSums{};
         }
     }
 
-    // Adds the span of values k .. k + span.
-    inline __attribute__((always_inline)) void add(const quant::SpanOf<F>& s, int64_t k, const ActLayout& at,
+    // Adds the span that begins at value k.
+    template <int Units, int Groups>
+    inline __attribute__((always_inline)) void add(const quant::Span<Units, Groups>& s, int64_t k, const ActLayout& at,
                                                    const uint8_t* const* records) {
+        using L = quant::Lanes<Groups>;
         const int64_t scales = (F::group == 32 ? at.scale32 : at.scale16) + k / F::group * 4;
         const int64_t sums = (F::group == 32 ? at.sum32 : at.sum16) + k / F::group * 4;
         [[maybe_unused]] typename L::V bias;
         if constexpr (F::has_min) bias = s.bias;
         else if constexpr (F::offset != 0) bias = quant::times(s.scale, -float(F::offset));
         // Signed weights are the signed operand against activations + 128; this takes the 128 out again.
-        __m512i start[units];
-        for (int u = 0; u < units; u++) {
+        __m512i start[Units];
+        for (int u = 0; u < Units; u++) {
             start[u] = _mm512_setzero_si512();
             if constexpr (F::is_signed)
                 start[u] = _mm512_sub_epi32(start[u], _mm512_dpbusd_epi32(start[u], _mm512_set1_epi8(-128), s.q[u]));
@@ -68,18 +73,21 @@ struct Sums {
             const uint8_t* record = records[r];
             const __m512 scale = quant::widen(quant::mul(s.scale, L::load((const float*)(record + scales))));
             __m512 sum;
-            for (int u = 0; u < units; u++) {
+            for (int u = 0; u < Units; u++) {
                 __m512i dot;
                 if constexpr (F::is_signed)
                     dot = _mm512_dpbusd_epi32(start[u], _mm512_loadu_si512(record + at.shifted + k + 64 * u), s.q[u]);
                 else dot = _mm512_dpbusd_epi32(start[u], s.q[u], _mm512_loadu_si512(record + at.plain + k + 64 * u));
                 const __m512 lane_scale = _mm512_permutexvar_ps(scale_lanes<F::group>(u), scale);
                 const __m512 value = _mm512_cvtepi32_ps(dot);
-                if (units == 1) products[r] = _mm512_fmadd_ps(value, lane_scale, products[r]);
-                else sum = u == 0 ? _mm512_mul_ps(value, lane_scale) : _mm512_fmadd_ps(value, lane_scale, sum);
+                // Only one addition per span waits for the previous span.
+                sum = u == 0 ? _mm512_mul_ps(value, lane_scale) : _mm512_fmadd_ps(value, lane_scale, sum);
             }
-            if (units > 1) products[r] = _mm512_add_ps(products[r], sum);
-            if constexpr (has_bias) biases[r] = quant::mul_add(bias, L::load((const float*)(record + sums)), biases[r]);
+            products[r] = _mm512_add_ps(products[r], sum);
+            if constexpr (has_bias) {
+                const BiasSums x_sum = grow(L::load((const float*)(record + sums)), BiasSums{});
+                biases[r] = quant::mul_add(grow(bias, BiasSums{}), x_sum, biases[r]);
+            }
         }
     }
 
@@ -107,12 +115,15 @@ void dot_fixed(const uint8_t* w, int64_t stride, int64_t n, int64_t cols, const 
             prefetch_ahead<kSpanBytes<F>>(p);
             sums.add(quant::load_span<F>(p), k, at, records);
         }
-        if constexpr (F::block < 64)
-            if (whole < cols) {
-                uint8_t last[kSpanBytes<F>] = {};
+        if constexpr (quant::HasCodes<F>::value) {
+            int64_t k = whole;
+            for (; k + 64 <= cols; k += 64, p += 2 * F::bytes) sums.add(quant::load_pair<F>(p), k, at, records);
+            if (k < cols) {
+                uint8_t last[2 * F::bytes] = {};
                 std::memcpy(last, p, F::bytes);
-                sums.add(quant::load_span<F>(last), whole, at, records);
+                sums.add(quant::load_pair<F>(last), k, at, records);
             }
+        }
         for (int r = 0; r < R; r++) out[r * ld + i] = sums.total(r);
     }
 }

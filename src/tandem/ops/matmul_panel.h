@@ -57,61 +57,68 @@ inline __attribute__((always_inline)) void transpose16(__m512i* a) {
     for (int i = 0; i < 16; i++) a[i] = b[i];
 }
 
+// 16 weight rows from `first` on, 64 * Units values (count of them valid) that begin at group `at`.
+template <class F, int Units, class Load>
+void fill_rows(int64_t n, int64_t first, int64_t count, uint8_t* at, Load load) {
+    using namespace quant;
+    constexpr int groups = 64 * Units / F::group, halves = 32 / F::group;
+    constexpr int64_t group_bytes = panel_group_bytes(panel_form<F>());
+    alignas(64) int8_t q[16][64 * Units];
+    for (int64_t r = 0; r < 16; r++) {
+        // Rows past the last one repeat it; their results are not used.
+        Span<Units, groups> s = load(first + r < n ? first + r : n - 1);
+        for (int u = 0; u < Units; u++) {
+            if (F::offset != 0) s.q[u] = _mm512_sub_epi8(s.q[u], _mm512_set1_epi8(F::offset));
+            _mm512_store_si512(q[r] + 64 * u, s.q[u]);
+        }
+        alignas(64) float scale[groups < 4 ? 4 : groups], bias[groups < 4 ? 4 : groups];
+        Lanes<groups>::store(scale, s.scale);
+        if constexpr (F::has_min) Lanes<groups>::store(bias, s.bias);
+        for (int g = 0; g < groups && g * F::group < count; g++) {
+            float* scales = (float*)(at + g / halves * group_bytes + 1024 + 128 * halves) + 32 * (g % halves) + first + r;
+            scales[0] = scale[g];
+            if (F::has_min) scales[32 * halves] = bias[g];
+        }
+    }
+    for (int u = 0; u < Units; u++) {
+        __m512i quads[16];
+        for (int r = 0; r < 16; r++) quads[r] = _mm512_load_si512(q[r] + 64 * u);
+        transpose16(quads);
+        for (int g = 0; g < 2; g++) {  // groups of 32 values in the unit
+            if (64 * u + 32 * g >= count) break;
+            uint8_t* group = at + (2 * u + g) * group_bytes;
+            for (int h = 0; h < halves; h++) {
+                __m512i sum = _mm512_setzero_si512();
+                for (int i = 8 / halves * h; i < 8 / halves * (h + 1); i++) {
+                    _mm512_store_si512(group + 128 * i + 4 * first, quads[8 * g + i]);
+                    sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(-128), quads[8 * g + i]);
+                }
+                _mm512_store_si512(group + 1024 + 128 * h + 4 * first, _mm512_sub_epi32(_mm512_setzero_si512(), sum));
+            }
+        }
+    }
+}
+
 }  // namespace panel512
 
 template <class F>
 void fill_panel(const uint8_t* w, int64_t stride, int64_t n, int64_t k, int64_t count, uint8_t* panel) {
-    using namespace quant;
-    constexpr int span = kSpan<F>, units = span / 64, groups = span / F::group, halves = 32 / F::group;
+    constexpr int span = quant::kSpan<F>;
     constexpr int64_t group_bytes = panel_group_bytes(panel_form<F>());
-    alignas(64) int8_t q[16][span];
     for (int64_t first = 0; first < kPanel; first += 16) {
-        for (int64_t done = 0; done < count; done += span) {
-            uint8_t* at = panel + done / 32 * group_bytes;
-            const int64_t valid_groups = (count - done < span ? count - done : span) / F::group;
-            for (int64_t r = 0; r < 16; r++) {
-                SpanOf<F> s{};
-                uint8_t last[kSpanBytes<F>] = {};
-                if (first + r < n) {
-                    const uint8_t* p = w + (first + r) * stride + (k + done) / F::block * F::bytes;
-                    if (F::block < 64 && count - done < span) {
-                        std::memcpy(last, p, F::bytes);
-                        p = last;
-                    }
-                    s = load_span<F>(p);
-                }
-                for (int u = 0; u < units; u++) {
-                    if (F::offset != 0) s.q[u] = _mm512_sub_epi8(s.q[u], _mm512_set1_epi8(F::offset));
-                    _mm512_store_si512(q[r] + 64 * u, s.q[u]);
-                }
-                alignas(64) float scale[groups < 4 ? 4 : groups], bias[groups < 4 ? 4 : groups];
-                Lanes<groups>::store(scale, s.scale);
-                if (F::has_min) Lanes<groups>::store(bias, s.bias);
-                for (int g = 0; g < valid_groups; g++) {
-                    uint8_t* tail = at + g / halves * group_bytes + 1024 + 128 * halves;
-                    float* scales = (float*)tail + 32 * (g % halves) + first + r;
-                    scales[0] = scale[g];
-                    if (F::has_min) scales[32 * halves] = bias[g];
-                }
-            }
-            for (int u = 0; u < units; u++) {
-                __m512i quads[16];
-                for (int r = 0; r < 16; r++) quads[r] = _mm512_load_si512(q[r] + 64 * u);
-                panel512::transpose16(quads);
-                for (int g = 0; g < 2; g++) {  // groups of 32 values in the unit
-                    if (done + 64 * u + 32 * g >= count) break;
-                    uint8_t* group = at + (2 * u + g) * group_bytes;
-                    for (int h = 0; h < halves; h++) {
-                        __m512i sum = _mm512_setzero_si512();
-                        for (int i = 8 / halves * h; i < 8 / halves * (h + 1); i++) {
-                            _mm512_store_si512(group + 128 * i + 4 * first, quads[8 * g + i]);
-                            sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(-128), quads[8 * g + i]);
-                        }
-                        _mm512_store_si512(group + 1024 + 128 * h + 4 * first, _mm512_sub_epi32(_mm512_setzero_si512(), sum));
-                    }
-                }
-            }
-        }
+        int64_t done = 0;
+        auto block_of = [&](int64_t row) { return w + row * stride + (k + done) / F::block * F::bytes; };
+        for (; done + span <= count; done += span)
+            panel512::fill_rows<F, span / 64>(n, first, span, panel + done / 32 * group_bytes,
+                                              [&](int64_t row) { return quant::load_span<F>(block_of(row)); });
+        if constexpr (quant::HasCodes<F>::value)
+            for (; done < count; done += 64)
+                panel512::fill_rows<F, 1>(n, first, count - done, panel + done / 32 * group_bytes, [&](int64_t row) {
+                    if (count - done >= 64) return quant::load_pair<F>(block_of(row));
+                    uint8_t last[2 * F::bytes] = {};
+                    std::memcpy(last, block_of(row), F::bytes);
+                    return quant::load_pair<F>(last);
+                });
     }
 }
 

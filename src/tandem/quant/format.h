@@ -14,10 +14,12 @@
 //
 // Faster ways to say the same, used where present:
 //   static void unpack_avx2(same arguments)         under TANDEM_AVX2; q is 32-byte aligned
-//   static __m256i codes(const uint8_t* b)           instead, under TANDEM_AVX2, for blocks of 32 values that begin with
-//     a half scale and, with has_min, a half bias: the q
 //   static Span<Units, Groups> load(const uint8_t*)  under TANDEM_AVX512: the next span of max(block, 64) values in
 //     registers, Units = span / 64, Groups = span / group. Must not touch bytes after the span (masked loads do).
+//   static __m256i or __m512i codes(const uint8_t*)  instead of either, for blocks of 32 values that begin with a half
+//     scale and, with has_min, a half bias: the q of one block (AVX2) or of two (AVX-512)
+//   static __m256 scales(const uint32_t* firsts)     beside codes, if the scale is something else: the scales of eight
+//     blocks, given the first four bytes of each
 #pragma once
 #include <type_traits>
 
@@ -25,8 +27,17 @@
 
 namespace tandem::quant {
 
+template <class F, class = void> struct HasLoad : std::false_type {};
+template <class F> struct HasLoad<F, std::void_t<decltype(&F::load)>> : std::true_type {};
+template <class F, class = void> struct HasCodes : std::false_type {};
+template <class F> struct HasCodes<F, std::void_t<decltype(sizeof(F::codes(nullptr)))>> : std::true_type {};
+template <class F, class = void> struct HasAvx2 : std::false_type {};
+template <class F> struct HasAvx2<F, std::void_t<decltype(&F::unpack_avx2)>> : std::true_type {};
+template <class F, class = void> struct HasScales : std::false_type {};
+template <class F> struct HasScales<F, std::void_t<decltype(sizeof(F::scales(nullptr)))>> : std::true_type {};
+
 template <class F>
-constexpr int kSpan = F::block < 64 ? 64 : F::block;  // values per step of the drivers
+constexpr int kSpan = HasCodes<F>::value ? 256 : F::block < 64 ? 64 : F::block;  // values per step of the drivers
 template <class F>
 constexpr int kSpanBytes = kSpan<F> / F::block * F::bytes;
 
@@ -141,13 +152,6 @@ inline __m256 bytes_to_float8(uint64_t bytes) {
 }
 #endif
 
-template <class F, class = void> struct HasLoad : std::false_type {};
-template <class F> struct HasLoad<F, std::void_t<decltype(&F::load)>> : std::true_type {};
-template <class F, class = void> struct HasCodes : std::false_type {};
-template <class F> struct HasCodes<F, std::void_t<decltype(sizeof(F::codes(nullptr)))>> : std::true_type {};
-template <class F, class = void> struct HasAvx2 : std::false_type {};
-template <class F> struct HasAvx2<F, std::void_t<decltype(&F::unpack_avx2)>> : std::true_type {};
-
 // One block in memory, by the fastest way the format has.
 template <class F>
 inline void unpack_block(const uint8_t* b, int8_t* q, float* scale, float* bias) {
@@ -193,9 +197,37 @@ inline void unpack_blocks(const uint8_t* b, int8_t* q, float* scale, float* bias
 template <class F>
 using SpanOf = Span<kSpan<F> / 64, kSpan<F> / F::group>;
 
+// Two blocks of a format with `codes`.
+template <class F>
+inline Span<1, 2> load_pair(const uint8_t* p) {
+    const uint32_t first[8] = {read_as<uint32_t>(p), read_as<uint32_t>(p + F::bytes)};
+    Span<1, 2> s;
+    s.q[0] = F::codes(p);
+    if constexpr (HasScales<F>::value) s.scale = _mm256_castps256_ps128(F::scales(first));
+    else s.scale = two_halves((first[0] & 0xffff) | first[1] << 16);
+    if constexpr (F::has_min) s.bias = two_halves(first[0] >> 16 | (first[1] & 0xffff0000));
+    return s;
+}
+
+// Eight blocks of a format with `codes`: the halves of all of them are widened together.
+template <class F>
+inline Span<4, 8> load_eight(const uint8_t* p) {
+    Span<4, 8> s;
+    for (int u = 0; u < 4; u++) s.q[u] = F::codes(p + 2 * u * F::bytes);
+    uint32_t first[8];
+    for (int i = 0; i < 8; i++) first[i] = read_as<uint32_t>(p + i * F::bytes);
+    const __m256i both = _mm256_loadu_si256((const __m256i*)first);
+    if constexpr (HasScales<F>::value) s.scale = F::scales(first);
+    else s.scale = _mm256_cvtph_ps(_mm256_cvtepi32_epi16(both));
+    if constexpr (F::has_min) s.bias = _mm256_cvtph_ps(_mm256_cvtepi32_epi16(_mm256_srli_epi32(both, 16)));
+    return s;
+}
+
 template <class F>
 inline SpanOf<F> load_span(const uint8_t* p) {
-    if constexpr (HasLoad<F>::value) {
+    if constexpr (HasCodes<F>::value) {
+        return load_eight<F>(p);
+    } else if constexpr (HasLoad<F>::value) {
         return F::load(p);
     } else {
         constexpr int span = kSpan<F>, groups = span / F::group;

@@ -126,12 +126,7 @@ struct IQ4_NL {
         }
     }
 #if TANDEM_AVX512
-    static Span<1, 2> load(const uint8_t* p) {
-        Span<1, 2> s;
-        s.q[0] = look_up(grids.iq4nl, two_blocks_of_nibbles<2, 18>(p));
-        s.scale = two_halves(read_as<uint16_t>(p) | uint32_t(read_as<uint16_t>(p + 18)) << 16);
-        return s;
-    }
+    static __m512i codes(const uint8_t* p) { return look_up(grids.iq4nl, two_blocks_of_nibbles<2, 18>(p)); }
 #endif
 #if TANDEM_AVX2
     static __m256i codes(const uint8_t* b) { return look_up(grids.iq4nl, split_nibbles(b + 2)); }

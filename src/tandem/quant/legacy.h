@@ -40,12 +40,7 @@ struct Q4_0 {
         split_nibbles16(b + 2, q);
     }
 #if TANDEM_AVX512
-    static Span<1, 2> load(const uint8_t* p) {
-        Span<1, 2> s;
-        s.q[0] = two_blocks_of_nibbles<2, 18>(p);
-        s.scale = two_halves(read_as<uint16_t>(p) | uint32_t(read_as<uint16_t>(p + 18)) << 16);
-        return s;
-    }
+    static __m512i codes(const uint8_t* p) { return two_blocks_of_nibbles<2, 18>(p); }
 #endif
 #if TANDEM_AVX2
     static __m256i codes(const uint8_t* b) { return split_nibbles(b + 2); }
@@ -61,14 +56,7 @@ struct Q4_1 {
         split_nibbles16(b + 4, q);
     }
 #if TANDEM_AVX512
-    static Span<1, 2> load(const uint8_t* p) {
-        const uint32_t first = read_as<uint32_t>(p), second = read_as<uint32_t>(p + 20);
-        Span<1, 2> s;
-        s.q[0] = two_blocks_of_nibbles<4, 20>(p);
-        s.scale = two_halves((first & 0xffff) | second << 16);
-        s.bias = two_halves(first >> 16 | (second & 0xffff0000));
-        return s;
-    }
+    static __m512i codes(const uint8_t* p) { return two_blocks_of_nibbles<4, 20>(p); }
 #endif
 #if TANDEM_AVX2
     static __m256i codes(const uint8_t* b) { return split_nibbles(b + 4); }
@@ -84,12 +72,7 @@ struct Q5_0 {
         add_fifth_bits(read_as<uint32_t>(b + 2), q);
     }
 #if TANDEM_AVX512
-    static Span<1, 2> load(const uint8_t* p) {
-        Span<1, 2> s;
-        s.q[0] = with_fifth_bits(two_blocks_of_nibbles<6, 22>(p), read_as<uint32_t>(p + 2), read_as<uint32_t>(p + 24));
-        s.scale = two_halves(read_as<uint16_t>(p) | uint32_t(read_as<uint16_t>(p + 22)) << 16);
-        return s;
-    }
+    static __m512i codes(const uint8_t* p) { return with_fifth_bits(two_blocks_of_nibbles<6, 22>(p), read_as<uint32_t>(p + 2), read_as<uint32_t>(p + 24)); }
 #endif
 #if TANDEM_AVX2
     static __m256i codes(const uint8_t* b) { return with_fifth_bits(split_nibbles(b + 6), read_as<uint32_t>(b + 2)); }
@@ -106,14 +89,7 @@ struct Q5_1 {
         add_fifth_bits(read_as<uint32_t>(b + 4), q);
     }
 #if TANDEM_AVX512
-    static Span<1, 2> load(const uint8_t* p) {
-        const uint32_t first = read_as<uint32_t>(p), second = read_as<uint32_t>(p + 24);
-        Span<1, 2> s;
-        s.q[0] = with_fifth_bits(two_blocks_of_nibbles<8, 24>(p), read_as<uint32_t>(p + 4), read_as<uint32_t>(p + 28));
-        s.scale = two_halves((first & 0xffff) | second << 16);
-        s.bias = two_halves(first >> 16 | (second & 0xffff0000));
-        return s;
-    }
+    static __m512i codes(const uint8_t* p) { return with_fifth_bits(two_blocks_of_nibbles<8, 24>(p), read_as<uint32_t>(p + 4), read_as<uint32_t>(p + 28)); }
 #endif
 #if TANDEM_AVX2
     static __m256i codes(const uint8_t* b) { return with_fifth_bits(split_nibbles(b + 8), read_as<uint32_t>(b + 4)); }
@@ -128,12 +104,9 @@ struct Q8_0 {
         std::memcpy(q, b + 2, 32);
     }
 #if TANDEM_AVX512
-    static Span<1, 2> load(const uint8_t* p) {
+    static __m512i codes(const uint8_t* p) {
         const __m256i low = _mm256_loadu_si256((const __m256i*)(p + 2)), high = _mm256_loadu_si256((const __m256i*)(p + 36));
-        Span<1, 2> s;
-        s.q[0] = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
-        s.scale = two_halves(read_as<uint16_t>(p) | uint32_t(read_as<uint16_t>(p + 34)) << 16);
-        return s;
+        return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
     }
 #endif
 #if TANDEM_AVX2

@@ -25,11 +25,12 @@ struct MXFP4 {
         }
     }
 #if TANDEM_AVX512
-    static Span<1, 2> load(const uint8_t* p) {
-        Span<1, 2> s;
-        s.q[0] = look_up(grids.e2m1, two_blocks_of_nibbles<1, 17>(p));
-        s.scale = _mm_setr_ps(half_e8m0(p[0]), half_e8m0(p[17]), 0, 0);
-        return s;
+    static __m512i codes(const uint8_t* p) { return look_up(grids.e2m1, two_blocks_of_nibbles<1, 17>(p)); }
+    static __m256 scales(const uint32_t* firsts) {
+        const __m256i codes = _mm256_and_si256(_mm256_loadu_si256((const __m256i*)firsts), _mm256_set1_epi32(0xff));
+        const __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(codes, _mm256_set1_epi32(1)), 23);
+        const __mmask8 tiny = _mm256_cmplt_epi32_mask(codes, _mm256_set1_epi32(2));
+        return _mm256_castsi256_ps(_mm256_mask_sllv_epi32(normal, tiny, _mm256_set1_epi32(0x00200000), codes));
     }
 #endif
 #if TANDEM_AVX2
