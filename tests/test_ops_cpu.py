@@ -13,6 +13,7 @@ from tandem.errors import SettingError, ShapeError
 from tandem.ops import attention, delta, elementwise_cpu, experts, norm, rope
 from tandem.ops.attention_cpu import record_attention
 from tandem.ops.base import Attention, Delta, Rope, Weight
+from tandem.ops.cpu import CpuOps
 from tandem.ops.delta_cpu import record_delta_rule, record_short_conv
 from tandem.ops.norm_cpu import record_gated_rms_norm, record_rms_norm
 from tandem.ops.program import Buffer, Pool, Program, SegmentArgs, StepArgs
@@ -348,6 +349,50 @@ def test_attention_over_a_long_context_equals_reference(isa):
         sequence.step(*[a[begin : begin + 590] for a in inputs])
     got = [sequence.step(*[a[b : b + 4] for a in inputs]) for b in range(5900, 6000, 4)]
     assert_close(np.concatenate(got), attention_reference(spec, "f16", 6000)[5900:], 3e-6)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("normed,rotated", [(True, True), (False, True), (True, False)])
+def test_attention_norms_and_rotates_heads_as_the_single_ops_do(isa, normed, rotated, interleaved):
+    spec = Attention(num_heads=6, num_kv_heads=2, head_dim=48, value_dim=32, scale=0.2)
+    turn = Rope(rope.inv_frequencies(10000.0, 32), interleaved, 1.1)
+    rng = np.random.default_rng(8)
+    q_norm, k_norm = (weight(rng.standard_normal(48)) for _ in range(2))
+    inputs = attention_inputs(spec, 60)
+
+    def record(p, q, k, v, *, at_once):
+        ops = CpuOps(p)
+        if normed:
+            q, k = ops.rms_norm(q, q_norm, 1e-6, 6), ops.rms_norm(k, k_norm, 1e-6, 2)
+        if rotated:
+            q, k = ops.rope(q, 48, turn), ops.rope(k, 48, turn)
+        if not at_once:
+            ops.program.settle(q, k)
+        return ops.attention(q, k, v, 0, spec)
+
+    results = []
+    for at_once in (False, True):
+        widths = tuple(a.shape[1] for a in inputs)
+        sequence = Sequence(isa, KvSpec(2, 48, 32), functools.partial(record, at_once=at_once), widths)
+        bounds = [0, 40, 41, 49, 60]
+        results.append([sequence.step(*[a[b:e] for a in inputs]) for b, e in zip(bounds, bounds[1:], strict=False)])
+        assert len(sequence.op.program.calls) == rotated + (1 if at_once else 1 + 2 * normed + 2 * rotated)
+    for alone, together in zip(*results, strict=True):
+        assert np.array_equal(alone, together)
+
+
+def test_pending_heads_are_recorded_for_any_other_reader(isa):
+    x = rows_of(np.random.default_rng(9), 5, 4 * 32)
+    turn = Rope(rope.inv_frequencies(10000.0, 32))
+    w = np.linspace(1, 2, 32)
+
+    def record(p, b):
+        ops = CpuOps(p)
+        return ops.scale(ops.rope(ops.rms_norm(b, weight(w), 1e-6, 4), 32, turn), 2.0)
+
+    (out,) = Recorded(isa, 2, (128,), record)(x)
+    expected = rope.rotate(norm.rms_norm(x, w.astype(np.float32), 1e-6, 4), np.arange(5), 32, turn)
+    assert_close(out, 2 * expected, EXACT)
 
 
 def test_attention_keeps_sequences_of_a_step_apart(isa):

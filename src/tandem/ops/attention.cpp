@@ -1,4 +1,5 @@
-// Causal attention with grouped heads over the cache of each sequence. The step's keys and values are stored first.
+// Causal attention with grouped heads over the cache of each sequence. The step's keys and values
+// are stored on the way, and q and k normed and rotated first where asked for.
 // Sequences with few rows and with many take different ways; the first is bit-equal for any split of its rows.
 #include "ops/attention_few.h"
 #include "ops/attention_many.h"
@@ -6,14 +7,16 @@
 using namespace tandem;
 
 TANDEM_OP(attention, AttentionArgs) {
-    store_rows(args, step, team);
-    team.barrier();
-    const bool tiles = args.heads / args.kv_heads <= kQueries;
+    const auto many = [&](const Segment& segment) { return segment.rows > kRowBatch && args.heads / args.kv_heads <= kQueries; };
+    bool any = false;
+    for (int s = 0; s < step.n_segments; s++)
+        if (many(step.segments[s])) store_segment(args, step.segments[s], team), any = true;
+    if (any) team.barrier();
     Row batch[kRowBatch];
     int n = 0;
     for (int s = 0; s < step.n_segments; s++) {
         const Segment& segment = step.segments[s];
-        if (tiles && segment.rows > kRowBatch) {
+        if (many(segment)) {
             attend_many(args, segment, team);
             team.barrier();
             continue;

@@ -1,7 +1,8 @@
 // The cache as attention reads and writes it: rows of halves, floats or q8_0 blocks, position p in slot p % capacity.
 #pragma once
+#include "ops/norm.h"
+#include "ops/rope.h"
 #include "ops/share.h"
-#include "ops/simd_math.h"
 
 namespace tandem {
 
@@ -9,9 +10,14 @@ struct AttentionArgs {
     const float *q, *k, *v;  // [T, heads * dim], [T, kv_heads * dim], [T, kv_heads * value_dim]
     float* out;              // [T, heads * value_dim]
     float* partial;          // [kRowBatch, heads, kMaxChunks, value_dim + kTotals]
+    const float* turns;      // table of rope.h by which heads of q and k are rotated first, or null
+    const float *q_norm, *k_norm;  // [dim] weights of the RMS norm that they get before, or null
     int32_t layer, heads, kv_heads, dim, value_dim;
     int32_t window;          // 0: none
     float scale, softcap;    // softcap 0: none
+    int32_t pairs, interleaved;  // of the rotation
+    float eps;                   // of the norms
+    int32_t reserved;
 };
 
 namespace {
@@ -54,20 +60,32 @@ void read_q8_0(const uint8_t* in, float* out, int64_t dim) {
     }
 }
 
-void store_rows(const AttentionArgs& args, const Step& step, const Team& team) {
-    for (int s = 0; s < step.n_segments; s++) {
-        const Segment& segment = step.segments[s];
-        const KvView& cache = *static_cast<const KvView*>(segment.layer_state[args.layer]);
-        const Range parts = share(int64_t(segment.rows) * args.kv_heads, 1, 8, team);
-        const int64_t k_bytes = row_bytes(cache.type, args.dim), v_bytes = row_bytes(cache.type, args.value_dim);
-        for (int64_t part = parts.begin; part < parts.end; part++) {
-            const int64_t i = part / args.kv_heads, head = part % args.kv_heads, row = segment.row_begin + i;
-            const int64_t slot = head * cache.capacity + (segment.start_pos + i) % cache.capacity;
-            store_row(args.k + (row * args.kv_heads + head) * args.dim, cache.k + slot * k_bytes, cache.type, args.dim);
-            store_row(args.v + (row * args.kv_heads + head) * args.value_dim, cache.v + slot * v_bytes, cache.type,
-                      args.value_dim);
-        }
-    }
+inline bool prepares_q(const AttentionArgs& args) { return args.turns || args.q_norm; }
+
+// A head of q or k of that row as attention uses it: normed and rotated into out, or x itself if there is nothing to do.
+const float* prepare_head(const AttentionArgs& args, const float* x, const float* norm, int64_t row, float* out) {
+    if (norm) rms_normalise(x, norm, args.dim, args.eps, out);
+    if (!args.turns) return norm ? out : x;
+    const float* turns = args.turns + row * turn_width(args.pairs, args.interleaved);
+    rotate_head(norm ? out : x, turns, args.dim, args.pairs, args.interleaved, out);
+    return out;
+}
+
+// Key and value of one head of row i of the segment into the cache; scratch [dim].
+void store_head(const AttentionArgs& args, const Segment& segment, int64_t i, int64_t head, float* scratch) {
+    const KvView& cache = *static_cast<const KvView*>(segment.layer_state[args.layer]);
+    const int64_t row = segment.row_begin + i, slot = head * cache.capacity + (segment.start_pos + i) % cache.capacity;
+    const float* k = prepare_head(args, args.k + (row * args.kv_heads + head) * args.dim, args.k_norm, row, scratch);
+    const float* v = args.v + (row * args.kv_heads + head) * args.value_dim;
+    store_row(k, cache.k + slot * row_bytes(cache.type, args.dim), cache.type, args.dim);
+    store_row(v, cache.v + slot * row_bytes(cache.type, args.value_dim), cache.type, args.value_dim);
+}
+
+void store_segment(const AttentionArgs& args, const Segment& segment, Team& team) {
+    const Range parts = share(int64_t(segment.rows) * args.kv_heads, 1, 8, team);
+    float* scratch = reinterpret_cast<float*>(team.scratch(args.dim * sizeof(float)));
+    for (int64_t part = parts.begin; part < parts.end; part++)
+        store_head(args, segment, part / args.kv_heads, part % args.kv_heads, scratch);
 }
 
 inline void prefetch(const void* row, int64_t bytes) {

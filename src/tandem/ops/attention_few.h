@@ -160,35 +160,57 @@ void soften(float* scores, int64_t n, float scale, float softcap, float& total, 
     total = simd::sum(sum);
 }
 
-// One chunk of one row for all query heads of one kv head: into `partial`, or the finished result if it is the only chunk.
-void attend_chunk(const AttentionArgs& args, const Row& r, int batch_row, int64_t kv_head, int64_t c, float* scratch) {
+// One thread's memory while it works on chunks.
+struct ChunkScratch {
+    float* unpacked;  // [kUnpackRows][wider of dim and value_dim]
+    float* head;      // [dim], a key on its way to the cache
+    float* q;         // [group][dim], normed and rotated
+    float* scores;    // [group][positions of a chunk]
+
+    static int64_t floats(const AttentionArgs& args, int64_t chunk) {
+        const int64_t group = args.heads / args.kv_heads;
+        return kUnpackRows * std::max(args.dim, args.value_dim) + (1 + group) * args.dim + group * chunk;
+    }
+    ChunkScratch(const AttentionArgs& args, float* at)
+        : unpacked(at),
+          head(unpacked + kUnpackRows * std::max(args.dim, args.value_dim)),
+          q(head + args.dim),
+          scores(q + args.heads / args.kv_heads * args.dim) {}
+};
+
+// The part of row r in its chunk c, counted from position 0, for all query heads of one kv head: into `partial`, or the
+// finished result if it is the only chunk.
+void attend_chunk(const AttentionArgs& args, const Row& r, int batch_row, int64_t kv_head, int64_t c, const ChunkScratch& s) {
     const int64_t group = args.heads / args.kv_heads, head = kv_head * group, dv = args.value_dim;
-    const int64_t at = (r.first_chunk() + c) * r.chunk;
-    const int64_t begin = std::max(at, r.first), end = std::min(at + r.chunk, r.position + 1), n = end - begin;
-    float *unpacked = scratch, *scores = scratch + kUnpackRows * std::max(args.dim, args.value_dim);
+    const int64_t begin = std::max(c * r.chunk, r.first), end = std::min((c + 1) * r.chunk, r.position + 1), n = end - begin;
     const float* q = args.q + (r.row * args.heads + head) * args.dim;
-    over_rows(*r.cache, r.cache->k, args.dim, kv_head, begin, end, unpacked, [&](const auto* keys, int64_t p, int64_t count) {
-        score(q, group, keys, count, args.dim, scores + (p - begin), n);
+    if (prepares_q(args)) {
+        for (int64_t h = 0; h < group; h++) prepare_head(args, q + h * args.dim, args.q_norm, r.row, s.q + h * args.dim);
+        q = s.q;
+    }
+    over_rows(*r.cache, r.cache->k, args.dim, kv_head, begin, end, s.unpacked, [&](const auto* keys, int64_t p, int64_t count) {
+        score(q, group, keys, count, args.dim, s.scores + (p - begin), n);
     });
     const bool only = r.num_chunks() == 1;
-    const int64_t stride = only ? dv : kMaxChunks * (dv + kTotals);
+    const int64_t stride = only ? dv : kMaxChunks * (dv + kTotals), place = c - r.first_chunk();
     float* sums = only ? args.out + (r.row * args.heads + head) * dv
-                       : args.partial + ((batch_row * args.heads + head) * kMaxChunks + c) * (dv + kTotals);
+                       : args.partial + ((batch_row * args.heads + head) * kMaxChunks + place) * (dv + kTotals);
     float totals[2];
     for (int64_t h = 0; h < group; h++) {
-        soften(scores + h * n, n, args.scale, args.softcap, totals[0], totals[1]);
+        float* scores = s.scores + h * n;
+        soften(scores, n, args.scale, args.softcap, totals[0], totals[1]);
         if (only) {
             const F inverse = simd::set1(1.0f / totals[0]);
             simd::over(n, [&](int64_t i, int count) {
-                simd::store_some(scores + h * n + i, simd::load_some(scores + h * n + i, count) * inverse, count);
+                simd::store_some(scores + i, simd::load_some(scores + i, count) * inverse, count);
             });
         } else {
             std::memcpy(sums + h * stride + dv, totals, sizeof totals);
         }
         std::memset(sums + h * stride, 0, dv * sizeof(float));
     }
-    over_rows(*r.cache, r.cache->v, dv, kv_head, begin, end, unpacked, [&](const auto* values, int64_t p, int64_t count) {
-        mix(scores + (p - begin), n, group, values, count, dv, sums, stride);
+    over_rows(*r.cache, r.cache->v, dv, kv_head, begin, end, s.unpacked, [&](const auto* values, int64_t p, int64_t count) {
+        mix(s.scores + (p - begin), n, group, values, count, dv, sums, stride);
     });
 }
 
@@ -211,21 +233,41 @@ void combine(const AttentionArgs& args, const Row& r, int batch_row, int64_t hea
     });
 }
 
+// Whether every row's key lands in the same chunk for all rows that read it: then whoever works on the chunk stores it.
+bool same_chunks(const Row* rows, int n) {
+    for (int i = 1; i < n; i++)
+        if (rows[i].chunk != rows[0].chunk) return false;
+    return true;
+}
+
+// Stores the keys and values of these rows, at most kRowBatch, and attends.
 void attend_few(const AttentionArgs& args, const Row* rows, int n, Team& team) {
-    int64_t chunks = 0, longest = 0;
+    int64_t begin = INT64_MAX, end = 0, longest = 0;
     for (int i = 0; i < n; i++) {
-        chunks = std::max(chunks, rows[i].num_chunks());
+        begin = std::min(begin, rows[i].first_chunk());
+        end = std::max(end, rows[i].first_chunk() + rows[i].num_chunks());
         longest = std::max(longest, rows[i].chunk);
     }
-    const int64_t group = args.heads / args.kv_heads;
-    const int64_t floats = kUnpackRows * std::max(args.dim, args.value_dim) + group * longest;
-    float* scratch = reinterpret_cast<float*>(team.scratch(floats * sizeof(float)));
-    team.loop(chunks * args.kv_heads, 1, [&](int64_t begin, int64_t) {
-        const int64_t c = begin / args.kv_heads, kv_head = begin % args.kv_heads;
+    const ChunkScratch s(args, reinterpret_cast<float*>(team.scratch(ChunkScratch::floats(args, longest) * sizeof(float))));
+    const bool store_in_chunk = same_chunks(rows, n);
+    const auto store = [&](const Row& r, int64_t kv_head) {
+        store_head(args, *r.segment, r.row - r.segment->row_begin, kv_head, s.head);
+    };
+    if (!store_in_chunk) {
+        const Range parts = share(n * args.kv_heads, 1, 8, team);
+        for (int64_t part = parts.begin; part < parts.end; part++) store(rows[part / args.kv_heads], part % args.kv_heads);
+        team.barrier();
+    }
+    team.loop((end - begin) * args.kv_heads, 1, [&](int64_t item, int64_t) {
+        const int64_t c = begin + item / args.kv_heads, kv_head = item % args.kv_heads;
+        for (int i = 0; store_in_chunk && i < n; i++)
+            if (rows[i].position / rows[i].chunk == c) store(rows[i], kv_head);
         for (int i = 0; i < n; i++)
-            if (c < rows[i].num_chunks()) attend_chunk(args, rows[i], i, kv_head, c, scratch);
+            if (rows[i].first_chunk() <= c && c <= rows[i].position / rows[i].chunk) attend_chunk(args, rows[i], i, kv_head, c, s);
     });
-    if (chunks == 1) return;
+    bool pieces = false;
+    for (int i = 0; i < n; i++) pieces |= rows[i].num_chunks() > 1;
+    if (!pieces) return;
     team.barrier();
     const Range parts = share(int64_t(n) * args.heads, 1, 4, team);
     for (int64_t part = parts.begin; part < parts.end; part++) {

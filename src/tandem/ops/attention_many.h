@@ -24,8 +24,8 @@ inline int64_t padded_columns(int64_t dim) { return (dim + simd::kLanes - 1) / s
 struct Block {
     float* queries;  // [kQueries / kPanel][dim][kPanel], scaled
     float* keys;     // [kKeys][dim]
-    float* values;   // [kKeys][columns], zero beyond value_dim and beyond the last position
-    float* scores;   // [kKeys][kQueries]
+    float* values;   // [kKeys][columns], zero beyond value_dim
+    float* scores;   // [kKeys][kQueries]; at first, one query on its way to `queries`
     float* sums;     // [kQueries][columns]
     float *top, *total, *factor, *first, *last;  // [kQueries]; first and last visible position, relative to the tile
 
@@ -63,6 +63,7 @@ void load_queries(const AttentionArgs& args, const Span& span, const Block& b) {
         }
         const int64_t row = span.segment->row_begin + span.row + m / group, head = span.kv_head * group + m % group;
         const float* q = args.q + (row * args.heads + head) * args.dim;
+        q = prepare_head(args, q, args.q_norm, row, b.scores);
         for (int64_t d = 0; d < args.dim; d++) out[d * kPanel] = q[d] * args.scale;
     }
 }
@@ -73,7 +74,7 @@ void widen(const T* rows, int64_t n, int64_t dim, float* out, int64_t stride) {
         simd::over(dim, [&](int64_t at, int count) { simd::store_some(out + at, simd::load_some(rows + at, count), count); });
 }
 
-// n cache rows from `position` on as floats, the rows `stride` apart; what is beyond dim or n, up to kKeys, is left or zeroed.
+// n cache rows from `position` on as floats, the rows `stride` apart.
 void load_rows(const KvView& cache, const uint8_t* base, int64_t dim, int64_t head, int64_t position, int64_t n, float* out,
                int64_t stride) {
     const int64_t bytes = row_bytes(cache.type, dim);
@@ -87,7 +88,6 @@ void load_rows(const KvView& cache, const uint8_t* base, int64_t dim, int64_t he
             for (int64_t i = 0; i < count; i++) read_q8_0(rows + i * bytes, to + i * stride, dim);
         done += count;
     }
-    std::memset(out + n * stride, 0, (kKeys - n) * stride * sizeof(float));
 }
 
 // kScoreKeys keys times one panel of queries.
@@ -107,12 +107,12 @@ void score_panel(const float* keys, const float* queries, int64_t dim, float* sc
     });
 }
 
-// kMixQueries sums += weights [kKeys][..]^T times values, on V vectors of columns.
+// kMixQueries sums += weights [n][..]^T times values, on V vectors of columns.
 template <int V>
-void mix_columns(const float* weights, const float* values, int64_t stride, float* sums) {
+void mix_columns(const float* weights, const float* values, int64_t keys, int64_t stride, float* sums) {
     F acc[kMixQueries][V];
     repeat<kMixQueries>([&](auto i) { repeat<V>([&](auto j) { acc[i][j] = simd::load(sums + i * stride + j * simd::kLanes); }); });
-    for (int64_t n = 0; n < kKeys; n++, weights += kQueries, values += stride) {
+    for (int64_t n = 0; n < keys; n++, weights += kQueries, values += stride) {
         F v[V];
         repeat<V>([&](auto j) { v[j] = simd::load(values + j * simd::kLanes); });
         repeat<kMixQueries>([&](auto i) {
@@ -124,12 +124,12 @@ void mix_columns(const float* weights, const float* values, int64_t stride, floa
 }
 
 // Scores of one vector of queries -> their weights, relative to the new maximum; `factor` takes the old sums to it.
-void soften_lanes(const Block& b, int64_t m, float softcap, bool masked) {
+void soften_lanes(const Block& b, int64_t m, int64_t keys, float softcap, bool masked) {
     float* scores = b.scores + m;
     const F old_top = simd::load(b.top + m), lowest = simd::set1(-INFINITY);
     const F first = simd::load(b.first + m), last = simd::load(b.last + m);
     F top = old_top;
-    for (int64_t n = 0; n < kKeys; n++) {
+    for (int64_t n = 0; n < keys; n++) {
         F s = simd::load(scores + n * kQueries);
         if (softcap != 0) s = simd::set1(softcap) * simd::tanh(s * simd::set1(1.0f / softcap));
         if (masked) {
@@ -141,7 +141,7 @@ void soften_lanes(const Block& b, int64_t m, float softcap, bool masked) {
     }
     const F factor = simd::exp(old_top - top);
     F total = simd::load(b.total + m) * factor;
-    for (int64_t n = 0; n < kKeys; n++) {
+    for (int64_t n = 0; n < keys; n++) {
         const F weight = simd::exp(simd::load(scores + n * kQueries) - top);
         simd::store(scores + n * kQueries, weight);
         total = total + weight;
@@ -164,17 +164,17 @@ void add_tile(const AttentionArgs& args, const Span& span, const Block& b, int64
     const int64_t columns = padded_columns(args.value_dim);
     load_rows(*span.cache, span.cache->k, args.dim, span.kv_head, begin, n, b.keys, args.dim);
     for (int64_t panel = 0; panel < span.queries; panel += kPanel)
-        for (int64_t key = 0; key < kKeys; key += kScoreKeys)
+        for (int64_t key = 0; key < n; key += kScoreKeys)  // some of the last few may be left from before: never read
             score_panel(b.keys + key * args.dim, b.queries + panel * args.dim, args.dim, b.scores + key * kQueries + panel);
-    for (int64_t m = 0; m < span.queries; m += simd::kLanes) soften_lanes(b, m, args.softcap, masked);
+    for (int64_t m = 0; m < span.queries; m += simd::kLanes) soften_lanes(b, m, n, args.softcap, masked);
     scale_sums(b, span.queries, columns);
     load_rows(*span.cache, span.cache->v, args.value_dim, span.kv_head, begin, n, b.values, columns);
     for (int64_t m = 0; m < span.queries; m += kMixQueries) {
         float* sums = b.sums + m * columns;
         int64_t c = 0;
         for (; c + kMixVectors * simd::kLanes <= columns; c += kMixVectors * simd::kLanes)
-            mix_columns<kMixVectors>(b.scores + m, b.values + c, columns, sums + c);
-        for (; c < columns; c += simd::kLanes) mix_columns<1>(b.scores + m, b.values + c, columns, sums + c);
+            mix_columns<kMixVectors>(b.scores + m, b.values + c, n, columns, sums + c);
+        for (; c < columns; c += simd::kLanes) mix_columns<1>(b.scores + m, b.values + c, n, columns, sums + c);
     }
 }
 

@@ -1,6 +1,12 @@
-"""The CPU as a device: every op of `Ops` recorded into a program that the C++ library runs."""
+"""The CPU as a device: every op of `Ops` recorded into a program that the C++ library runs.
 
-from tandem.ops.attention_cpu import record_attention
+Norms and rotations of heads wait until something reads them: attention does them itself, which saves four calls a layer.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+from tandem.ops.attention_cpu import HeadSteps, record_attention
 from tandem.ops.base import Attention, Delta, Rope, Routing, Weight
 from tandem.ops.delta_cpu import record_delta_rule, record_short_conv
 from tandem.ops.elementwise_cpu import (
@@ -21,18 +27,66 @@ from tandem.ops.rope_cpu import record_rope, record_rope_table, rope_key
 from tandem.ops.route_cpu import record_route
 
 
+@dataclass(frozen=True)
+class HeadNorm:
+    """An RMS norm over heads that is not recorded yet."""
+
+    x: Buffer
+    weight: Weight
+    eps: float
+    heads: int
+
+
+@dataclass(frozen=True)
+class HeadRope:
+    """A rotation of heads that is not recorded yet."""
+
+    x: Buffer
+    head_dim: int
+    rope: Rope
+    table: Buffer
+
+
+class Recorder:
+    """A program whose pending buffers are recorded as soon as a call reads them."""
+
+    def __init__(self, program: Program):
+        self.program, self.native = program, program.native
+        self.buffer, self.address = program.buffer, program.address
+        self.pending: dict[Buffer, HeadNorm | HeadRope] = {}
+
+    def call(self, name: str, args: ctypes.Structure, **buffers: Buffer) -> None:
+        self.settle(*buffers.values())
+        self.program.call(name, args, **buffers)
+
+    def split(self, x: Buffer) -> None:
+        self.settle(x)
+        self.program.split(x)
+
+    def settle(self, *buffers: Buffer) -> None:
+        """Records those of the buffers that are pending, and what they read."""
+        for out in buffers:
+            match self.pending.pop(out, None):
+                case HeadNorm(x, weight, eps, heads):
+                    record_rms_norm(self, x, weight, eps, heads, out)
+                case HeadRope(x, head_dim, rope, table):
+                    record_rope(self, x, head_dim, rope, table, out)
+
+
 class CpuOps:
     """`Ops` that records; rows are Buffers of the program. A wrong shape raises ShapeError when it is recorded."""
 
     def __init__(self, program: Program):
-        self.program = program
+        self.program = Recorder(program)
         self.rope_tables: dict[tuple, Buffer] = {}
 
     def embed(self, table: Weight, scale: float = 1.0) -> Buffer:
         return record_embed(self.program, table, scale)
 
     def rms_norm(self, x: Buffer, weight: Weight, eps: float, heads: int = 1) -> Buffer:
-        return record_rms_norm(self.program, x, weight, eps, heads)
+        if heads == 1:
+            return record_rms_norm(self.program, x, weight, eps)
+        return self._pend(HeadNorm(x, weight, eps, heads))
 
     def matmul(self, x: Buffer, *weights: Weight) -> list[Buffer]:
         return record_matmul(self.program, x, weights)
@@ -62,10 +116,11 @@ class CpuOps:
         key = rope_key(rope)
         if key not in self.rope_tables:
             self.rope_tables[key] = record_rope_table(self.program, rope)
-        return record_rope(self.program, x, head_dim, rope, self.rope_tables[key])
+        return self._pend(HeadRope(x, head_dim, rope, self.rope_tables[key]))
 
     def attention(self, q: Buffer, k: Buffer, v: Buffer, layer: int, spec: Attention) -> Buffer:
-        return record_attention(self.program, q, k, v, layer, spec)
+        q, k, steps = self._absorb(q, k, spec)
+        return record_attention(self.program, q, k, v, layer, spec, steps)
 
     def short_conv(self, x: Buffer, weight: Weight, layer: int) -> Buffer:
         return record_short_conv(self.program, x, weight, layer)
@@ -89,3 +144,22 @@ class CpuOps:
 
     def output_rows(self, x: Buffer) -> Buffer:
         return record_output_rows(self.program, x)
+
+    def _pend(self, step: HeadNorm | HeadRope) -> Buffer:
+        out = self.program.buffer(step.x.width)
+        self.program.pending[out] = step
+        return out
+
+    def _absorb(self, q: Buffer, k: Buffer, spec: Attention) -> tuple[Buffer, Buffer, HeadSteps]:
+        """The q and k to start from, and the pending steps from there that attention does alike for both."""
+        rope = turns = q_norm = k_norm = None
+        eps = 0.0
+        ropes = self.program.pending.get(q), self.program.pending.get(k)
+        if all(isinstance(r, HeadRope) and r.head_dim == spec.head_dim for r in ropes) and ropes[0].table is ropes[1].table:
+            q, k, rope, turns = ropes[0].x, ropes[1].x, ropes[0].rope, ropes[0].table
+        norms = self.program.pending.get(q), self.program.pending.get(k)
+        per_head = all(isinstance(n, HeadNorm) for n in norms) and norms[0].eps == norms[1].eps
+        if per_head and (norms[0].heads, norms[1].heads) == (spec.num_heads, spec.num_kv_heads):
+            q, k, eps = norms[0].x, norms[1].x, norms[0].eps
+            q_norm, k_norm = norms[0].weight, norms[1].weight
+        return q, k, HeadSteps(rope, turns, q_norm, k_norm, eps)

@@ -1,16 +1,12 @@
 // RMS norm over the parts of rows, plain and gated. Each part is summed by one thread in an order fixed by its width.
+#include "ops/norm.h"
 #include "ops/share.h"
-#include "ops/simd_math.h"
 
 using namespace tandem;
 
 namespace {
 
 constexpr int64_t kMinShare = 4096;  // values per thread: below, one more barrier arrival costs more than it saves
-
-inline float inverse_rms(const float* x, int64_t n, float eps) {
-    return 1.0f / std::sqrt(simd::dot(x, x, n) / float(n) + eps);
-}
 
 }  // namespace
 
@@ -26,14 +22,8 @@ struct RmsNormArgs {
 TANDEM_OP(rms_norm, RmsNormArgs) {
     const int64_t n = args.width / args.heads;
     const Range parts = share(int64_t(step.rows) * args.heads, 1, (kMinShare + n - 1) / n, team);
-    for (int64_t part = parts.begin; part < parts.end; part++) {
-        const float* x = args.x + part * n;
-        float* out = args.out + part * n;
-        const simd::F factor = simd::set1(inverse_rms(x, n, args.eps));
-        simd::over(n, [&](int64_t i, int count) {
-            simd::store_some(out + i, simd::load_some(x + i, count) * factor * simd::load_some(args.weight + i, count), count);
-        });
-    }
+    for (int64_t part = parts.begin; part < parts.end; part++)
+        rms_normalise(args.x + part * n, args.weight, n, args.eps, args.out + part * n);
 }
 
 struct GatedRmsNormArgs {

@@ -36,9 +36,11 @@ class GatedRmsNormArgs(ctypes.Structure):
     ]
 
 
-def record_rms_norm(program: Program, x: Buffer, weight: Weight, eps: float, heads: int = 1) -> Buffer:
-    """`Ops.rms_norm`."""
-    out = program.buffer(x.width)
+def record_rms_norm(
+    program: Program, x: Buffer, weight: Weight, eps: float, heads: int = 1, out: Buffer | None = None
+) -> Buffer:
+    """`Ops.rms_norm`, into `out` if given."""
+    out = out or program.buffer(x.width)
     args = RmsNormArgs(weight=float_address(program, weight, x.width // heads), width=x.width, heads=heads, eps=eps)
     program.call("rms_norm", args, x=x, out=out)
     return out

@@ -51,9 +51,11 @@ def record_rope_table(program: Program, rope: Rope) -> Buffer:
     return table
 
 
-def record_rope(program: Program, x: Buffer, head_dim: int, rope: Rope, table: Buffer) -> Buffer:
-    """`Ops.rope`, by the table of `record_rope_table` for the same rope."""
-    out = program.buffer(x.width)
+def record_rope(
+    program: Program, x: Buffer, head_dim: int, rope: Rope, table: Buffer, out: Buffer | None = None
+) -> Buffer:
+    """`Ops.rope`, by the table of `record_rope_table` for the same rope, into `out` if given."""
+    out = out or program.buffer(x.width)
     args = RopeArgs(width=x.width, head_dim=head_dim, pairs=len(rope.inv_freq), interleaved=rope.interleaved)
     program.call("rope", args, x=x, table=table, out=out)
     return out
