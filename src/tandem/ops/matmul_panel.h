@@ -63,7 +63,9 @@ void fill_rows(int64_t n, int64_t first, int64_t count, uint8_t* at, Load load) 
     using namespace quant;
     constexpr int groups = 64 * Units / F::group, halves = 32 / F::group;
     constexpr int64_t group_bytes = panel_group_bytes(panel_form<F>());
+    constexpr int columns = groups * (F::has_min ? 2 : 1);
     alignas(64) int8_t q[16][64 * Units];
+    alignas(64) float factors[16][(columns + 15) / 16 * 16] = {};  // scales, then biases
     for (int64_t r = 0; r < 16; r++) {
         // Rows past the last one repeat it; their results are not used.
         Span<Units, groups> s = load(first + r < n ? first + r : n - 1);
@@ -71,14 +73,19 @@ void fill_rows(int64_t n, int64_t first, int64_t count, uint8_t* at, Load load) 
             if (F::offset != 0) s.q[u] = _mm512_sub_epi8(s.q[u], _mm512_set1_epi8(F::offset));
             _mm512_store_si512(q[r] + 64 * u, s.q[u]);
         }
-        alignas(64) float scale[groups < 4 ? 4 : groups], bias[groups < 4 ? 4 : groups];
-        Lanes<groups>::store(scale, s.scale);
-        if constexpr (F::has_min) Lanes<groups>::store(bias, s.bias);
-        for (int g = 0; g < groups && g * F::group < count; g++) {
-            float* scales = (float*)(at + g / halves * group_bytes + 1024 + 128 * halves) + 32 * (g % halves) + first + r;
-            scales[0] = scale[g];
-            if (F::has_min) scales[32 * halves] = bias[g];
-        }
+        Lanes<groups>::store(factors[r], s.scale);
+        if constexpr (F::has_min) Lanes<groups>::store(factors[r] + groups, s.bias);
+    }
+    auto factor_at = [&](int i) {
+        const int g = i % groups;
+        return (float*)(at + g / halves * group_bytes + 1024 + 128 * halves) + 32 * (g % halves + i / groups * halves) + first;
+    };
+    for (int i = 0; i < columns; i += 16) {
+        __m512i block[16];
+        for (int r = 0; r < 16; r++) block[r] = _mm512_load_si512(factors[r] + i);
+        transpose16(block);
+        for (int j = 0; j < 16 && i + j < columns; j++)
+            if ((i + j) % groups * F::group < count) _mm512_store_si512(factor_at(i + j), block[j]);
     }
     for (int u = 0; u < Units; u++) {
         __m512i quads[16];

@@ -127,6 +127,16 @@ void dot_rows(const Weight& w, int64_t expert, int64_t row_begin, int64_t row_en
     apply_scale(w, expert, out, acts.n, ld, n);
 }
 
+namespace {
+
+// Bytes begin .. end of n rows, which the next slice will unpack while this one is multiplied.
+void prefetch_rows(const uint8_t* p, int64_t stride, int64_t n, int64_t begin, int64_t end) {
+    for (int64_t r = 0; r < n; r++)
+        for (int64_t b = begin; b < end; b += 64) __builtin_prefetch(p + r * stride + b, 0, 2);
+}
+
+}  // namespace
+
 size_t panel_scratch_bytes() { return size_t(kSliceValues / 32 * panel_group_bytes({true, true, true, false, 1})); }
 
 void panel_rows(const Weight& w, int64_t expert, int64_t row_begin, int64_t row_end, const Acts& acts, float* out,
@@ -139,6 +149,11 @@ void panel_rows(const Weight& w, int64_t expert, int64_t row_begin, int64_t row_
         for (int64_t k = 0; k < w.cols; k += kSliceValues) {
             const int64_t count = std::min(kSliceValues, w.cols - k);
             kernels.panel(p, w.row_stride_bytes, n, k, count, scratch);
+            const int64_t next = k + count, ahead = std::min(kSliceValues, w.cols - next);
+            if (ahead > 0)
+                prefetch_rows(p, w.row_stride_bytes, n, next / kernels.block * kernels.bytes,
+                              (next + ahead) / kernels.block * kernels.bytes);
+            else prefetch_rows(p + n * w.row_stride_bytes, w.row_stride_bytes, n, 0, count / kernels.block * kernels.bytes);
             multiply_panel({scratch, k, count, kernels.form}, w.cols, acts.records, acts.n, out, k > 0);
         }
     } else {
