@@ -467,6 +467,15 @@ def test_delta_rule_equals_reference_over_prefill_and_decode(isa, name):
     assert_close(np.concatenate(got), delta_reference(spec, inputs, a, bias), 1e-5)
 
 
+@pytest.mark.parametrize("gate", [-60.0, 60.0])
+def test_delta_rule_in_chunks_stands_any_decay(isa, gate):
+    spec = DELTA_SHAPES["flat"]
+    inputs, a, bias = delta_inputs(spec, 100)
+    inputs[1][::3] += gate  # hardly any decay, or e^-60 and less within a chunk
+    got = delta_sequence(isa, spec, a, bias).step(*inputs)
+    assert_close(got, delta_reference(spec, inputs, a, bias), 1e-5)
+
+
 @pytest.mark.parametrize("name", DELTA_SHAPES)
 def test_delta_rule_of_few_rows_equals_one_row_at_a_time_to_the_bit(isa, name):
     spec = DELTA_SHAPES[name]

@@ -3,6 +3,7 @@
 // depends on its position alone, not on the other rows or the number of threads.
 #pragma once
 #include "ops/attention_cache.h"
+#include "ops/dot_tile.h"
 
 namespace tandem {
 namespace {
@@ -37,45 +38,16 @@ Row row_of(const AttentionArgs& args, const Segment& segment, int64_t row) {
     return r;
 }
 
-// scores[h][p] = <q_h, k_p> for H heads and P keys; each product is one chain of vector sums.
-template <class T, int H, int P>
-void score_tile(const float* q, const T* keys, int64_t dim, float* scores, int64_t stride) {
-    constexpr int kSums = (H * P + 3) / 4 * 4;
-    F acc[kSums];
-    repeat<kSums>([&](auto i) { acc[i] = simd::set1(0); });
-    int64_t at = 0;
-    for (; at + simd::kLanes <= dim; at += simd::kLanes) {
-        F k[P];
-        repeat<P>([&](auto p) { k[p] = simd::load(keys + p * dim + at); });
-        repeat<H>([&](auto h) {
-            const F qh = simd::load(q + h * dim + at);
-            repeat<P>([&](auto p) { acc[h * P + p] = simd::fma(qh, k[p], acc[h * P + p]); });
-        });
-    }
-    if (at < dim) {
-        repeat<H>([&](auto h) {
-            const F qh = simd::load_first(q + h * dim + at, int(dim - at));
-            repeat<P>([&](auto p) {
-                acc[h * P + p] = simd::fma(qh, simd::load_first(keys + p * dim + at, int(dim - at)), acc[h * P + p]);
-            });
-        });
-    }
-    float sums[kSums];
-    repeat<kSums / 4>([&](auto i) {
-        simd::sum4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3], sums + 4 * i);
-    });
-    repeat<H>([&](auto h) { std::memcpy(scores + h * stride, sums + h * P, P * sizeof(float)); });
-}
-
+// scores[h][p] = <q_h, k_p>
 template <class T, int H>
 void score_heads(const float* q, const T* keys, int64_t n, int64_t dim, float* scores, int64_t stride) {
     constexpr int P = tile_keys(H);
     int64_t p = 0;
     for (; p + P <= n; p += P) {
         prefetch_rows(keys + p * dim, P * dim);
-        score_tile<T, H, P>(q, keys + p * dim, dim, scores + p, stride);
+        dot_tile<T, H, P>(q, keys + p * dim, dim, scores + p, stride);
     }
-    for (; p < n; p++) score_tile<T, H, 1>(q, keys + p * dim, dim, scores + p, stride);
+    for (; p < n; p++) dot_tile<T, H, 1>(q, keys + p * dim, dim, scores + p, stride);
 }
 
 // Calls body(first head, constant number of heads) over all heads.
