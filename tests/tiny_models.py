@@ -4,7 +4,7 @@
 """
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +12,11 @@ import numpy as np
 from tandem.gguf import read_gguf, write_gguf
 from tandem.models import ARCHS, model_for
 from tandem.models.base import TensorSpec
+from tandem.ops.base import Weight
 from tandem.quant import format_by_name, unpack_tensor
 from tandem.runtime.weights import load_weights
 
+HYBRIDS = ("qwen35", "qwen35moe")
 Formats = str | Mapping[str, str]
 Tensors = dict[str, tuple[tuple[int, ...], int, np.ndarray]]  # name -> shape, ggml type, packed bytes
 
@@ -245,6 +247,43 @@ def _halve(tensors: Tensors) -> Iterator[tuple[str, tuple]]:
             ),
         )
         yield name.removesuffix(".weight") + ".scale", pack(factors, "F32")
+
+
+class TinyFiles:
+    """files(arch, **variations) -> path of a tiny model in `folder`; the same request is written once."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._written: dict[str, tuple[Path, dict]] = {}
+
+    def __call__(self, arch: str, **variations) -> Path:
+        request = arch + repr(variations)
+        if request not in self._written:
+            # The oracle knows a file by its name.
+            path = self.folder / f"{arch}-{zlib.crc32(request.encode()):08x}.gguf"
+            # Functions are shown by their address: holding them keeps it from being given to another.
+            self._written[request] = write_tiny(arch, path, **variations), variations
+        return self._written[request][0]
+
+
+def retyped(parts: Sequence[str], format_name: str = "F32", shape: tuple[int, ...] | None = None):
+    """An `edit` for write_tiny: tensors with one of `parts` in their names get another type or shape, the same values."""
+
+    def edit(tensors: Tensors) -> None:
+        for name in [name for name in tensors if any(part in name for part in parts)]:
+            old_shape, old_type, packed = tensors[name]
+            _, new_type, packed = pack(unpack_tensor(packed, old_type, old_shape), format_name)
+            tensors[name] = (shape or old_shape, new_type, packed)
+
+    return edit
+
+
+def loaded(path: str | Path) -> tuple[object, dict[str, Weight]]:
+    """(config, weights) of a file."""
+    with read_gguf(path) as file:
+        model = model_for(file.metadata)
+        config = model.Config.from_gguf(file.metadata, file.tensors)
+        return config, load_weights(file, model, config)
 
 
 def unpacked_weights(path: str | Path) -> tuple[str, object, dict[str, np.ndarray]]:

@@ -1,6 +1,6 @@
 """Blocks that several architectures share: rope from metadata, tensor tables and forward passes of plain layers."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +24,32 @@ class RopeScaling:
     beta_slow: float = 1.0
 
 
-def read_rope_scaling(keys: Keys) -> RopeScaling:
+def read_attention(keys: Keys, layers: Iterable[int], default_head_dim: int | None = None) -> Attention:
+    """Heads of `layers`, causal over all positions; without a default, the file must state its head dimension.
+
+    Raises FormatError naming the key whose value cannot be.
+    """
+    layers = list(layers)
+    num_heads = keys.same_in("attention.head_count", layers)
+    num_kv_heads = keys.same_in("attention.head_count_kv", layers, num_heads)
+    if num_heads % num_kv_heads:
+        raise FormatError(
+            f"metadata key {keys.architecture}.attention.head_count_kv is {num_kv_heads}, "
+            f"it must divide attention.head_count = {num_heads}"
+        )
+    stated = () if default_head_dim is None else (default_head_dim,)
+    head_dim = keys.integer("attention.key_length", *stated)
+    if head_dim < 2 or head_dim % 2:
+        raise FormatError(
+            f"metadata key {keys.architecture}.attention.key_length (or embedding_length / attention.head_count) is "
+            f"{head_dim}, it must be even: rope turns pairs"
+        )
+    return Attention(
+        num_heads, num_kv_heads, head_dim, keys.integer("attention.value_length", head_dim), head_dim**-0.5
+    )
+
+
+def read_rope_scaling(keys: Keys, theta: float) -> RopeScaling:
     """From `rope.scaling.*` (or the old `rope.scale_linear`); raises FormatError for other types."""
     old_factor = keys.number("rope.scale_linear", 1.0)
     factor = keys.number("rope.scaling.factor", old_factor)
@@ -34,6 +59,8 @@ def read_rope_scaling(keys: Keys) -> RopeScaling:
             f"metadata key {keys.architecture}.rope.scaling.type is {kind!r}, supported: 'none', 'linear', 'yarn'"
         )
     keys.allow("rope.scaling.yarn_ext_factor", 1.0, -1.0)
+    if kind == "yarn" and theta <= 1:
+        raise FormatError(f"metadata key {keys.architecture}.rope.freq_base is {theta}, YaRN needs more than 1")
     return RopeScaling(
         kind,
         factor,
@@ -129,12 +156,3 @@ def head(ops: Ops, x: Rows, weights: Mapping[str, Weight], eps: float) -> Rows:
     """Logits of the rows that the step asks for -> [n_out, vocab_size]."""
     x = ops.rms_norm(ops.output_rows(x), weights["output_norm.weight"], eps)
     return ops.matmul(x, weights["output.weight"])[0]
-
-
-def check_heads(num_heads: int, num_kv_heads: int, architecture: str) -> None:
-    """Query heads must share key heads evenly."""
-    if num_heads % num_kv_heads:
-        raise FormatError(
-            f"metadata key {architecture}.attention.head_count_kv is {num_kv_heads}, "
-            f"it must divide attention.head_count = {num_heads}"
-        )

@@ -48,15 +48,12 @@ class Config:
         keys = Keys(metadata, ARCHITECTURE)
         layers = range(keys.block_count)
         hidden_size = keys.integer("embedding_length")
-        num_heads = keys.same_in("attention.head_count", layers)
-        num_kv_heads = keys.same_in("attention.head_count_kv", layers, num_heads)
-        blocks.check_heads(num_heads, num_kv_heads, ARCHITECTURE)
-        head_dim = keys.integer("attention.key_length", 256)
-        value_dim = keys.integer("attention.value_length", head_dim)
+        attention = blocks.read_attention(keys, layers, 256)
+        keys.rotated_dims(attention.head_dim, whole=True)
         # No key carries the query scale; only the 27B model departs from the head's own size.
-        scaled_dim = hidden_size // num_heads if keys.block_count == LAYERS_OF_27B else head_dim
-        softcap = keys.number("attn_logit_softcapping", None)
-        keys.rotated_dims(head_dim, whole=True)
+        if keys.block_count == LAYERS_OF_27B:
+            attention = replace(attention, scale=(hidden_size / attention.num_heads) ** -0.5)
+        theta = keys.number("rope.freq_base", 1e6)
         window = keys.integer("attention.sliding_window", 0, least=0)
         return cls(
             hidden_size=hidden_size,
@@ -64,11 +61,11 @@ class Config:
             vocab_size=keys.vocab_size(tensors),
             max_ctx=keys.integer("context_length"),
             rms_norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
-            attention=Attention(num_heads, num_kv_heads, head_dim, value_dim, scaled_dim**-0.5, None, softcap),
+            attention=replace(attention, softcap=keys.number("attn_logit_softcapping", None)),
             window=window,
             local=_local_layers(keys) if window else (False,) * keys.block_count,
-            rope_theta=keys.number("rope.freq_base", 1e6),
-            rope_scaling=blocks.read_rope_scaling(keys),
+            rope_theta=theta,
+            rope_scaling=blocks.read_rope_scaling(keys, theta),
             local_rope_theta=keys.number("rope.freq_base_swa", 10000.0),
             final_softcap=keys.number("final_logit_softcapping", None),
         )

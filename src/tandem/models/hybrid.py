@@ -54,6 +54,7 @@ def read_trunk(keys: Keys, tensors: Mapping[str, Any]) -> Trunk:
     attention_blocks = [index for index, flag in enumerate(recurrent) if not flag]
     attention = _attention(keys, attention_blocks)
     _check_sections(keys)
+    theta = keys.number("rope.freq_base")
     return Trunk(
         num_layers=num_layers,
         num_blocks=keys.block_count,
@@ -64,9 +65,9 @@ def read_trunk(keys: Keys, tensors: Mapping[str, Any]) -> Trunk:
         recurrent=recurrent,
         attention=attention,
         delta=_delta(keys),
-        rope_theta=keys.number("rope.freq_base"),
+        rope_theta=theta,
         rotated_dims=keys.rotated_dims(attention.head_dim),
-        rope_scaling=blocks.read_rope_scaling(keys),
+        rope_scaling=blocks.read_rope_scaling(keys, theta),
     )
 
 
@@ -95,12 +96,10 @@ def _recurrent_blocks(keys: Keys, num_layers: int) -> tuple[bool, ...]:
 def _attention(keys: Keys, attention_blocks: list[int]) -> Attention:
     if not attention_blocks:
         raise FormatError(f"a {keys.architecture} model needs at least one full attention layer, this file has none")
-    num_heads = keys.same_in("attention.head_count", attention_blocks)
-    num_kv_heads = keys.same_in("attention.head_count_kv", attention_blocks)
-    blocks.check_heads(num_heads, num_kv_heads, keys.architecture)
-    head_dim = keys.integer("attention.key_length")
-    keys.allow("attention.value_length", head_dim)  # the gate has the width of q and multiplies the values
-    return Attention(num_heads, num_kv_heads, head_dim, head_dim, head_dim**-0.5)
+    keys.same_in("attention.head_count_kv", attention_blocks)  # in this family it has no default
+    attention = blocks.read_attention(keys, attention_blocks)
+    keys.allow("attention.value_length", attention.head_dim)  # the gate has the width of q and multiplies the values
+    return attention
 
 
 def _delta(keys: Keys) -> Delta:

@@ -4,7 +4,7 @@ Converters permute the rows of q and k, so rope pairs neighbouring dims. Source:
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.errors import FormatError
@@ -42,12 +42,9 @@ class Config:
         refuse_biases(tensors)
         layers = range(keys.block_count)
         hidden_size = keys.integer("embedding_length")
-        num_heads = keys.same_in("attention.head_count", layers)
-        num_kv_heads = keys.same_in("attention.head_count_kv", layers, num_heads)
-        blocks.check_heads(num_heads, num_kv_heads, ARCHITECTURE)
-        head_dim = keys.integer("attention.key_length", hidden_size // num_heads)
-        value_dim = keys.integer("attention.value_length", head_dim)
-        scale = keys.number("attention.scale", head_dim**-0.5)
+        attention = blocks.read_attention(keys, layers, hidden_size // keys.same_in("attention.head_count", layers))
+        scale = keys.number("attention.scale", attention.scale)
+        theta = keys.number("rope.freq_base", 10000.0)
         return cls(
             num_layers=keys.block_count,
             hidden_size=hidden_size,
@@ -55,10 +52,10 @@ class Config:
             vocab_size=keys.vocab_size(tensors),
             max_ctx=keys.integer("context_length"),
             rms_norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
-            attention=Attention(num_heads, num_kv_heads, head_dim, value_dim, scale),
-            rope_theta=keys.number("rope.freq_base", 10000.0),
-            rotated_dims=keys.rotated_dims(head_dim),
-            rope_scaling=blocks.read_rope_scaling(keys),
+            attention=replace(attention, scale=scale),
+            rope_theta=theta,
+            rotated_dims=keys.rotated_dims(attention.head_dim),
+            rope_scaling=blocks.read_rope_scaling(keys, theta),
         )
 
 

@@ -34,11 +34,8 @@ class Config:
         keys = Keys(metadata, ARCHITECTURE)
         layers = range(keys.block_count)
         hidden_size = keys.integer("embedding_length")
-        num_heads = keys.same_in("attention.head_count", layers)
-        num_kv_heads = keys.same_in("attention.head_count_kv", layers, num_heads)
-        blocks.check_heads(num_heads, num_kv_heads, ARCHITECTURE)
-        head_dim = keys.integer("attention.key_length", hidden_size // num_heads)
-        value_dim = keys.integer("attention.value_length", head_dim)
+        attention = blocks.read_attention(keys, layers, hidden_size // keys.same_in("attention.head_count", layers))
+        theta = keys.number("rope.freq_base")
         return cls(
             num_layers=keys.block_count,
             hidden_size=hidden_size,
@@ -46,10 +43,10 @@ class Config:
             vocab_size=keys.vocab_size(tensors),
             max_ctx=keys.integer("context_length"),
             rms_norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
-            attention=Attention(num_heads, num_kv_heads, head_dim, value_dim, head_dim**-0.5),
-            rope_theta=keys.number("rope.freq_base"),
-            rotated_dims=keys.rotated_dims(head_dim),
-            rope_scaling=blocks.read_rope_scaling(keys),
+            attention=attention,
+            rope_theta=theta,
+            rotated_dims=keys.rotated_dims(attention.head_dim),
+            rope_scaling=blocks.read_rope_scaling(keys, theta),
         )
 
 
