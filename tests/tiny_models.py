@@ -267,7 +267,7 @@ class TinyFiles:
 
 
 def retyped(parts: Sequence[str], format_name: str = "F32", shape: tuple[int, ...] | None = None):
-    """An `edit` for write_tiny: tensors with one of `parts` in their names get another type or shape, the same values."""
+    """An `edit` for write_tiny: tensors with one of `parts` in their names get another type or shape, same values."""
 
     def edit(tensors: Tensors) -> None:
         for name in [name for name in tensors if any(part in name for part in parts)]:
