@@ -351,6 +351,19 @@ def test_attention_over_a_long_context_equals_reference(isa):
     assert_close(np.concatenate(got), attention_reference(spec, "f16", 6000)[5900:], 3e-6)
 
 
+def test_rows_on_both_sides_of_a_change_of_chunk_length_equal_single_rows(isa):
+    spec = Attention(num_heads=2, num_kv_heads=1, head_dim=16, value_dim=16, scale=0.2)
+    inputs = attention_inputs(spec, 4110)
+    results = []
+    for rows in (1, 5):  # chunks grow at position 4096
+        sequence = attention_sequence(isa, spec, ctx=4200)
+        for begin in range(0, 4090, 409):
+            sequence.step(*[a[begin : begin + 409] for a in inputs])
+        results.append(np.concatenate([sequence.step(*[a[b : b + rows] for a in inputs]) for b in range(4090, 4110, rows)]))
+    assert np.array_equal(*results)
+    assert_close(results[0], attention_reference(spec, "f16", 4110)[4090:], 3e-6)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("normed,rotated", [(True, True), (False, True), (True, False)])
 def test_attention_norms_and_rotates_heads_as_the_single_ops_do(isa, normed, rotated, interleaved):
@@ -393,6 +406,26 @@ def test_pending_heads_are_recorded_for_any_other_reader(isa):
     (out,) = Recorded(isa, 2, (128,), record)(x)
     expected = rope.rotate(norm.rms_norm(x, w.astype(np.float32), 1e-6, 4), np.arange(5), 32, turn)
     assert_close(out, 2 * expected, EXACT)
+
+
+def test_an_addition_norms_its_second_argument_as_the_single_ops_do(isa):
+    rng = np.random.default_rng(10)
+    x, y = rows_of(rng, 9, 130), rows_of(rng, 9, 130, 5)
+    w = weight(rng.standard_normal(130))
+
+    def record(p, a, b, *, at_once):
+        ops = CpuOps(p)
+        normed = ops.rms_norm(b, w, 1e-6)
+        if not at_once:
+            ops.program.settle(normed)
+        total = ops.add(a, normed)
+        assert len(p.calls) == 2 - at_once
+        return total, ops.scale(normed, 1.0)  # the norm itself may still be read
+
+    results = [Recorded(isa, 2, (130, 130), functools.partial(record, at_once=n))(x, y) for n in (False, True)]
+    for alone, together in zip(*results, strict=True):
+        assert np.array_equal(alone, together)
+    assert_close(results[0][0], x + norm.rms_norm(y, w.blocks.view(np.float32), 1e-6), EXACT)
 
 
 def test_attention_keeps_sequences_of_a_step_apart(isa):

@@ -13,6 +13,7 @@ constexpr int64_t kMinShare = 4096;  // values per thread: below, one more barri
 struct RmsNormArgs {
     const float* x;       // [T, heads * n]
     const float* weight;  // [n]
+    const float* residual;  // [T, heads * n] added to the result, or null
     float* out;
     int32_t width, heads;
     float eps;
@@ -22,8 +23,12 @@ struct RmsNormArgs {
 TANDEM_OP(rms_norm, RmsNormArgs) {
     const int64_t n = args.width / args.heads;
     const Range parts = share(int64_t(step.rows) * args.heads, 1, (kMinShare + n - 1) / n, team);
-    for (int64_t part = parts.begin; part < parts.end; part++)
-        rms_normalise(args.x + part * n, args.weight, n, args.eps, args.out + part * n);
+    for (int64_t part = parts.begin; part < parts.end; part++) {
+        const float* x = args.x + part * n;
+        float* out = args.out + part * n;
+        if (args.residual) add_rms_normalised(args.residual + part * n, x, args.weight, n, args.eps, out);
+        else rms_normalise(x, args.weight, n, args.eps, out);
+    }
 }
 
 struct GatedRmsNormArgs {

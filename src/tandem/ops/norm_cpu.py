@@ -2,6 +2,7 @@
 
 import ctypes
 
+from tandem.errors import ShapeError
 from tandem.ops.base import Weight
 from tandem.ops.program import Buffer, Program
 from tandem.ops.weights_cpu import float_address
@@ -13,6 +14,7 @@ class RmsNormArgs(ctypes.Structure):
     _fields_ = [
         ("x", ctypes.c_void_p),
         ("weight", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("width", ctypes.c_int32),
         ("heads", ctypes.c_int32),
@@ -43,6 +45,16 @@ def record_rms_norm(
     out = out or program.buffer(x.width)
     args = RmsNormArgs(weight=float_address(program, weight, x.width // heads), width=x.width, heads=heads, eps=eps)
     program.call("rms_norm", args, x=x, out=out)
+    return out
+
+
+def record_add_rms_norm(program: Program, residual: Buffer, x: Buffer, weight: Weight, eps: float) -> Buffer:
+    """residual + rms_norm(x). Raises ShapeError if they are not equally wide."""
+    if residual.width != x.width:
+        raise ShapeError(f"add: rows of {residual.width} and {x.width} values")
+    out = program.buffer(x.width)
+    args = RmsNormArgs(weight=float_address(program, weight, x.width), width=x.width, heads=1, eps=eps)
+    program.call("rms_norm", args, residual=residual, x=x, out=out)
     return out
 
 
