@@ -1,6 +1,6 @@
 """Logits of `transformers`: computed where it is installed, else the samples of them in `recorded_logits.npz`.
 
-With transformers installed, TANDEM_TEST_RECORD=1 makes a run of the model tests write its samples into that file.
+With transformers installed, RECORD_LOGITS=1 makes a run of the model tests write its samples into that file.
 """
 
 import importlib.util
@@ -13,7 +13,7 @@ from tiny_models import to_transformers
 
 RECORDED = Path(__file__).parent / "recorded_logits.npz"
 SAMPLE = np.s_[::17, ::5]  # rows and columns that are recorded
-RECORDING = bool(os.environ.get("TANDEM_TEST_RECORD"))
+RECORDING = bool(os.environ.get("RECORD_LOGITS"))
 INSTALLED = all(importlib.util.find_spec(name) for name in ("transformers", "torch"))
 _computed: dict[str, np.ndarray] = {}
 
@@ -50,5 +50,5 @@ def _compare_with_recording(key: str) -> None:
     if RECORDING:
         np.savez_compressed(RECORDED, **recorded | {key: sample})
         return
-    assert key in recorded, f"{key} is not in {RECORDED.name}: run once with TANDEM_TEST_RECORD=1"
+    assert key in recorded, f"{key} is not in {RECORDED.name}: run once with RECORD_LOGITS=1"
     assert relative_error(sample, recorded[key]) < 1e-5, f"{RECORDED.name} is out of date: remove it and record again"
