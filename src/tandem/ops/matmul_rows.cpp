@@ -164,6 +164,20 @@ void panel_rows(const Weight& w, int64_t expert, int64_t row_begin, int64_t row_
     apply_scale(w, expert, out, acts.n, kPanel, n);
 }
 
+namespace {
+
+void derive_tables(quant::Grids& g, const char* name) {
+    if (!std::strcmp(name, "IQ1S"))
+        for (auto& row : g.iq1s)
+            for (uint8_t& value : row) value++;
+    for (int c = 0; c < 4; c++) {
+        for (int i = 0; i < 256; i++) g.iq3xxs_columns[c][i] = g.iq3xxs[i][c];
+        for (int i = 0; i < 512; i++) g.iq3s_columns[c][i] = g.iq3s[i][c];
+    }
+}
+
+}  // namespace
+
 void activate(int32_t activation, float* gate, const float* up, int64_t n) {
     auto run = [&](auto function) {
         int64_t i = 0;
@@ -196,6 +210,7 @@ int32_t tandem_set_grid(const char* name, const void* bytes, int64_t size) {
     for (const auto& grid : known)
         if (!std::strcmp(grid.name, name) && grid.size == size) {
             std::memcpy(grid.at, bytes, size_t(size));
+            tandem::derive_tables(g, name);
             return 0;
         }
     return 1;

@@ -253,10 +253,11 @@ struct Grids {
     alignas(64) uint8_t iq2s[1024][8];
     alignas(64) uint8_t iq3xxs[256][4];
     alignas(64) uint8_t iq3s[512][4];
-    alignas(64) int8_t iq1s[2048][8];
+    alignas(64) uint8_t iq1s[2048][8];  // plus 1: 0, 1, 2
     alignas(64) uint8_t ksigns[128];
     alignas(64) int8_t iq4nl[16];
     alignas(64) int8_t e2m1[16];
+    alignas(64) uint8_t iq3xxs_columns[4][256], iq3s_columns[4][512];  // the same rows, transposed
 };
 extern Grids grids;
 
