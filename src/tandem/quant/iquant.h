@@ -111,6 +111,12 @@ inline void half_plus_nibbles(float d, const uint8_t* packed, float* scale) {
     }
 }
 
+// d * (0.5 + top nibble of each word)
+inline void half_plus_tops(float d, __m256i words, float* scale) {
+    const __m256 codes = _mm256_cvtepi32_ps(_mm256_srli_epi32(words, 28));
+    _mm256_storeu_ps(scale, _mm256_mul_ps(_mm256_set1_ps(d), _mm256_add_ps(codes, _mm256_set1_ps(0.5f))));
+}
+
 // Eight rows of 4 values.
 template <class Id>
 inline __m256i eight_short_rows(const uint8_t (*table)[4], const Id* id) {
@@ -151,10 +157,11 @@ struct IQ2_XXS {
     }
 #elif TANDEM_AVX2
     static void unpack_avx2(const uint8_t* b, int8_t* q, float* scale, float*) {
-        const float d = read_half(b) * 0.25f;
+        const __m256 low = _mm256_castsi256_ps(load32(b + 2)), high = _mm256_castsi256_ps(load32(b + 34));
+        const __m256i words = _mm256_permute4x64_epi64(_mm256_castps_si256(_mm256_shuffle_ps(low, high, 0xdd)), 0xd8);
+        half_plus_tops(read_half(b) * 0.25f, words, scale);
         for (int g = 0; g < 8; g++) {
             const uint32_t word = read_as<uint32_t>(b + 6 + 8 * g);
-            scale[g] = d * (0.5f + float(word >> 28));
             store32(q + 32 * g, negate(four_rows(grids.iq2xxs, b + 2 + 8 * g), even_signs(word)));
         }
     }
@@ -266,10 +273,9 @@ struct IQ3_XXS {
     }
 #elif TANDEM_AVX2
     static void unpack_avx2(const uint8_t* b, int8_t* q, float* scale, float*) {
-        const float d = read_half(b) * 0.5f;
+        half_plus_tops(read_half(b) * 0.5f, load32(b + 66), scale);
         for (int g = 0; g < 8; g++) {
             const uint32_t word = read_as<uint32_t>(b + 66 + 4 * g);
-            scale[g] = d * (0.5f + float(word >> 28));
             store32(q + 32 * g, negate(eight_short_rows(grids.iq3xxs, b + 2 + 8 * g), even_signs(word)));
         }
     }
@@ -326,6 +332,16 @@ struct IQ1_S {
             }
         }
     }
+#if TANDEM_AVX512 || TANDEM_AVX2
+    static void scale_and_shift(float d, __m128i words, __m256* scale, __m256* bias) {
+        const __m256i wide = _mm256_cvtepi16_epi32(words);
+        const __m256i codes = _mm256_and_si256(_mm256_srli_epi32(wide, 12), _mm256_set1_epi32(7));
+        const __m256 odd = _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_add_epi32(codes, codes), _mm256_set1_epi32(1)));
+        *scale = _mm256_mul_ps(_mm256_set1_ps(d), odd);
+        const __m256 shift = _mm256_blendv_ps(_mm256_set1_ps(-0.875f), _mm256_set1_ps(-1.125f), _mm256_castsi256_ps(wide));
+        *bias = _mm256_mul_ps(*scale, shift);
+    }
+#endif
 #if TANDEM_AVX512
     static Span<4, 8> load(const uint8_t* p) {
         Span<4, 8> s;
@@ -340,24 +356,20 @@ struct IQ1_S {
         const __m512i low = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)(p + 2)));
         _mm512_store_si512(ids, _mm512_or_si512(low, _mm512_slli_epi16(high, 8)));
         for (int u = 0; u < 4; u++) s.q[u] = eight_rows(grids.iq1s, ids + 8 * u);
-        const __m256i wide = _mm256_cvtepi16_epi32(packed);
-        const __m256i codes = _mm256_and_si256(_mm256_srli_epi32(wide, 12), _mm256_set1_epi32(7));
-        const __m256 odd = _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_add_epi32(codes, codes), _mm256_set1_epi32(1)));
-        s.scale = _mm256_mul_ps(half_times_8(p), odd);
-        const __m256 shift = _mm256_blendv_ps(_mm256_set1_ps(-0.875f), _mm256_set1_ps(-1.125f), _mm256_castsi256_ps(wide));
-        s.bias = _mm256_mul_ps(s.scale, shift);
+        scale_and_shift(read_half(p), packed, &s.scale, &s.bias);
         return s;
     }
 #elif TANDEM_AVX2
     static void unpack_avx2(const uint8_t* b, int8_t* q, float* scale, float* bias) {
-        const float d = read_half(b);
+        __m256 scales, biases;
+        scale_and_shift(read_half(b), _mm_loadu_si128((const __m128i*)(b + 34)), &scales, &biases);
+        _mm256_storeu_ps(scale, scales);
+        _mm256_storeu_ps(bias, biases);
         for (int g = 0; g < 8; g++) {
             const uint32_t word = read_as<uint16_t>(b + 34 + 2 * g), low = read_as<uint32_t>(b + 2 + 4 * g);
             const uint32_t high = _pdep_u32(word, 0x07070707);
             const uint16_t ids[4] = {uint16_t((low & 255) | (high & 255) << 8), uint16_t((low >> 8 & 255) | (high & 0xff00)),
                                      uint16_t((low >> 16 & 255) | (high >> 8 & 0xff00)), uint16_t(low >> 24 | (high >> 16 & 0xff00))};
-            scale[g] = d * float(2 * (word >> 12 & 7) + 1);
-            bias[g] = scale[g] * (word >> 15 ? -1.125f : -0.875f);
             store32(q + 32 * g, four_rows(grids.iq1s, ids));
         }
     }
