@@ -1,6 +1,7 @@
 """Matrix products of the CPU library against float64 products with activations rounded to int8, on every instruction set."""
 
 import ctypes
+import mmap
 
 import numpy as np
 import pytest
@@ -137,6 +138,30 @@ def test_a_row_has_the_same_bits_alone_and_anywhere_among_eight(isa, ggml_type):
             neighbours = np.full_like(x[:rows], np.nan)
             neighbours[rows - 1] = x[0]
             assert matmul(native, neighbours, weight)[0][rows - 1].tobytes() == alone[0].tobytes()
+
+
+def at_the_end_of_readable_memory(weight):
+    """The same weight, with the last byte of its blocks right before a page that cannot be read."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    page = mmap.PAGESIZE
+    pages = mmap.mmap(-1, (-(-weight.blocks.nbytes // page) + 1) * page)
+    memory = np.frombuffer(pages, np.uint8)
+    end = len(memory) - page
+    assert libc.mprotect(ctypes.c_void_p(memory.ctypes.data + end), ctypes.c_size_t(page), 0) == 0
+    blocks = memory[end - weight.blocks.nbytes : end].reshape(weight.blocks.shape)
+    blocks[:] = weight.blocks
+    return Weight(weight.name, weight.shape, weight.ggml_type, blocks)
+
+
+@pytest.mark.parametrize("ggml_type", FORMATS, ids=lambda t: FORMATS[t].name)
+@pytest.mark.parametrize("isa", AVAILABLE)
+def test_nothing_past_the_last_block_is_read(isa, ggml_type):
+    native = load(isa)
+    for cols in awkward_cols(ggml_type)[:4]:
+        weight = make_weight(ggml_type, (33, cols))
+        guarded, x = at_the_end_of_readable_memory(weight), inputs(9, cols)
+        for rows in (1, 9):
+            assert matmul(native, x[:rows], guarded)[0].tobytes() == matmul(native, x[:rows], weight)[0].tobytes()
 
 
 @pytest.mark.parametrize("rows", [1, 3, 9, 65])
