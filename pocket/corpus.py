@@ -47,7 +47,7 @@ GENERATED = re.compile(
 PYTHON_2 = re.compile(r"^\s*(print [\"'%\w]|exec [\"'\w]|raise \w+, )|except [\w.]+, \w+:|\bur?'[^']*'\.decode\(", re.M)
 MAX_FILE_BYTES, MAX_TEST_BYTES, MAX_DOC_BYTES = 250_000, 60_000, 300_000
 DUPLICATE_SHARE = 0.5  # of a file's longer lines already seen in another file
-MAX_PACKAGE_BYTES = {"code": 6_000_000, "docs": 10_000_000}
+MAX_PACKAGE_BYTES = {"code": 1_900_000, "docs": 10_000_000}
 # Packages whose Python files are read where training runs (`tokenize_text.py`): from here only their documentation.
 INSTALLED = (
     "torch transformers jax flax optax numpyro botorch gpytorch torch-geometric timm peft accelerate lightning onnx "
@@ -261,7 +261,10 @@ def html_text(page: str) -> str:
 
 # Debian documentation packages and the licence of each, from its copyright file.
 DEBIAN = {"python3.11-doc": "PSF-2.0", "nodejs-doc": "MIT", "apache2-doc": "Apache-2.0",
-          "llvm-14-doc": "Apache-2.0 WITH LLVM-exception", "cmake-doc": "BSD-3-Clause"}  # fmt: skip
+          "llvm-14-doc": "Apache-2.0 WITH LLVM-exception", "cmake-doc": "BSD-3-Clause",
+          "rust-doc": "MIT OR Apache-2.0", "erlang-doc": "Apache-2.0"}  # fmt: skip
+# Pages of tables and symbol lists, no prose.
+DEBIAN_SKIPPED = re.compile(r"/html/(core|std|alloc|src|proc_macro|test|implementors)/|genindex|changelog|whatsnew|/api/cpp|_8(h|cpp)|search|/manual/(?!en/)\w\w(-\w+)?/")
 
 
 def debian_documents(path: Path, seen: Seen, sources: list[Source]) -> Iterator[Document]:
@@ -272,14 +275,16 @@ def debian_documents(path: Path, seen: Seen, sources: list[Source]) -> Iterator[
     data = subprocess.run(["dpkg-deb", "--fsys-tarfile", str(path)], capture_output=True, check=True).stdout
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         members = sorted((m for m in archive if m.isfile() and m.size < 2_000_000), key=lambda m: m.name)
+        has_sources = any("/_sources/" in m.name for m in members)
         for member in members:
             plain = re.search(r"\.(rst|md)(\.txt)?$", member.name)
-            page = re.search(r"(\.html|\.html\.en)$", member.name) and "whatsnew" not in member.name
-            if not (plain or page) or "genindex" in member.name or "changelog" in member.name.lower():
+            page = not has_sources and re.search(r"\.html(\.en)?$", member.name)
+            if not (plain or page) or DEBIAN_SKIPPED.search(member.name.lower()):
                 continue
             raw = archive.extractfile(member).read().decode("utf-8", "replace")
             text = raw if plain else html_text(raw)
-            if len(text) < 400 or len(text) > 400_000 or not seen.is_new(text):
+            foreign = sum(c > "\u007e" for c in text) > 0.05 * len(text)
+            if foreign or not 400 <= len(text) <= 400_000 or not seen.is_new(text):
                 continue
             if source.add("docs", len(text)):
                 yield Document("docs", f"{name} {source.version}", member.name, text)

@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--vocab-size", type=int, default=10240)
-    parser.add_argument("--every", type=int, default=10, help="use one document in so many")
+    parser.add_argument("--every", type=int, default=12, help="use one document in so many")
     args = parser.parse_args()
     texts = (d["text"] for i, d in enumerate(read_documents(args.corpus)) if i % args.every == 0)
     train(texts, args.vocab_size).save(str(args.out))

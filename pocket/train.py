@@ -162,7 +162,7 @@ class Trainer:
         """Trains until progress 1 or the time limit; whether the run is finished."""
         block_start, saved, evaluated, fresh = time.monotonic(), time.monotonic(), self.progress(), True
         shape_seen: set = set()
-        stop = False
+        stop, block_steps = False, 0
         while self.progress() < 1 and not stop:
             if self.args.stop_after and self.counters.step >= self.args.stop_after:
                 break
@@ -172,6 +172,7 @@ class Trainer:
             fresh = fresh or shape not in shape_seen
             shape_seen.add(shape)
             losses = self.step(phase, lr)
+            block_steps += 1
             if self.counters.step % SYNC_STEPS and not fresh:
                 continue
             values = {name: round(v.item(), 4) for name, v in losses.items() if v.dim() == 0}
@@ -180,14 +181,14 @@ class Trainer:
                 self.counters.elapsed_s += now - block_start
             stop = self._share(now - self.start > 60 * self.args.minutes)
             if self.counters.step % (SYNC_STEPS * 2) == 0 or fresh:
-                self._write(values, losses["load"], lr, now - block_start, fresh)
+                self._write(values, losses["load"], lr, (now - block_start) / block_steps)
             if now - saved > self.args.save_every_s:
                 self.save()
                 saved = time.monotonic()
             if self.progress() - evaluated >= self.args.eval_every:
                 evaluated = self.progress()
                 self.evaluate()
-            block_start, fresh = time.monotonic(), False
+            block_start, fresh, block_steps = time.monotonic(), False, 0
         self.save()
         return self.progress() >= 1
 
@@ -200,13 +201,12 @@ class Trainer:
         self.counters.elapsed_s, stop_flag = shared.tolist()
         return bool(stop_flag)
 
-    def _write(self, values: dict, load: torch.Tensor, lr: float, block_s: float, fresh: bool) -> None:
+    def _write(self, values: dict, load: torch.Tensor, lr: float, step_s: float) -> None:
         if self.log is None:
             return
-        steps = 1 if fresh else SYNC_STEPS
-        tokens = self.args.batch_tokens * self.world * steps
+        tokens = self.args.batch_tokens * self.world
         entry = {"step": self.counters.step, "progress": round(self.progress(), 5), "tokens": self.counters.tokens}
-        entry |= {"elapsed_s": round(self.counters.elapsed_s, 2), "lr": round(lr, 7), "tok_s": round(tokens / block_s)}
+        entry |= {"elapsed_s": round(self.counters.elapsed_s, 2), "lr": round(lr, 7), "tok_s": round(tokens / step_s)}
         entry |= values | {"load_max": round(load.max().item() * load.shape[1], 2)}
         entry |= {"load_min": round(load.min().item() * load.shape[1], 3)}
         if self.device.type == "cuda":
