@@ -7,7 +7,9 @@
 using namespace tandem;
 
 TANDEM_OP(attention, AttentionArgs) {
-    const auto many = [&](const Segment& segment) { return segment.rows > kRowBatch && args.heads / args.kv_heads <= kQueries; };
+    const auto many = [&](const Segment& segment) {
+        return segment.rows > kRowBatch && args.heads / args.kv_heads <= kQueries;
+    };
     bool any = false;
     for (int s = 0; s < step.n_segments; s++)
         if (many(step.segments[s])) store_segment(args, step.segments[s], team), any = true;

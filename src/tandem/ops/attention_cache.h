@@ -7,14 +7,14 @@
 namespace tandem {
 
 struct AttentionArgs {
-    const float *q, *k, *v;  // [T, heads * dim], [T, kv_heads * dim], [T, kv_heads * value_dim]
-    float* out;              // [T, heads * value_dim]
-    float* partial;          // [kRowBatch, heads, kMaxChunks, value_dim + kTotals]
-    const float* turns;      // table of rope.h by which heads of q and k are rotated first, or null
+    const float *q, *k, *v;        // [T, heads * dim], [T, kv_heads * dim], [T, kv_heads * value_dim]
+    float* out;                    // [T, heads * value_dim]
+    float* partial;                // [kRowBatch, heads, kMaxChunks, value_dim + kTotals]
+    const float* turns;            // table of rope.h by which heads of q and k are rotated first, or null
     const float *q_norm, *k_norm;  // [dim] weights of the RMS norm that they get before, or null
     int32_t layer, heads, kv_heads, dim, value_dim;
-    int32_t window;          // 0: none
-    float scale, softcap;    // softcap 0: none
+    int32_t window;              // 0: none
+    float scale, softcap;        // softcap 0: none
     int32_t pairs, interleaved;  // of the rotation
     float eps;                   // of the norms
     int32_t reserved;
@@ -62,7 +62,8 @@ void read_q8_0(const uint8_t* in, float* out, int64_t dim) {
 
 inline bool prepares_q(const AttentionArgs& args) { return args.turns || args.q_norm; }
 
-// A head of q or k of that row as attention uses it: normed and rotated into out, or x itself if there is nothing to do.
+// A head of q or k of that row as attention uses it: normed and rotated into out, or x itself if there is nothing to
+// do.
 const float* prepare_head(const AttentionArgs& args, const float* x, const float* norm, int64_t row, float* out) {
     if (norm) rms_normalise(x, norm, args.dim, args.eps, out);
     if (!args.turns) return norm ? out : x;
@@ -98,13 +99,15 @@ inline void prefetch_rows(const float*, int64_t) {}
 
 // Cache rows worked on at a time, by all heads and columns, so that they stay in the first cache.
 constexpr int64_t kUnpackRows = 16;
-inline int64_t block_rows(int type, int64_t dim) { return type == 8 ? kUnpackRows : std::max<int64_t>(8, 4096 / dim / 8 * 8); }
+inline int64_t block_rows(int type, int64_t dim) {
+    return type == 8 ? kUnpackRows : std::max<int64_t>(8, 4096 / dim / 8 * 8);
+}
 
-// Calls body(rows, first position, count) over blocks of the cache rows of positions [begin, end) of one head, in order;
-// rows are halves or floats.
+// Calls body(rows, first position, count) over blocks of the cache rows of positions [begin, end) of one head, in
+// order; rows are halves or floats.
 template <class Body>
-void over_rows(const KvView& cache, const uint8_t* base, int64_t dim, int64_t head, int64_t begin, int64_t end, float* unpacked,
-               Body&& body) {
+void over_rows(const KvView& cache, const uint8_t* base, int64_t dim, int64_t head, int64_t begin, int64_t end,
+               float* unpacked, Body&& body) {
     const int64_t bytes = row_bytes(cache.type, dim), step = block_rows(cache.type, dim);
     while (begin < end) {
         const int64_t slot = begin % cache.capacity, n = std::min(end - begin, cache.capacity - slot);

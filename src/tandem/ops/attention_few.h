@@ -11,8 +11,8 @@ namespace {
 using simd::repeat;
 
 constexpr int kRowBatch = 8;
-constexpr int kTotals = 16;      // after the values of a partial result: sum, maximum, and what keeps the rows aligned
-constexpr int kMaxChunks = 33;   // 32, and one more where a window begins inside a chunk
+constexpr int kTotals = 16;     // after the values of a partial result: sum, maximum, and what keeps the rows aligned
+constexpr int kMaxChunks = 33;  // 32, and one more where a window begins inside a chunk
 constexpr int64_t kMinChunk = 128;
 // Register tiles: heads x keys of scores, heads x vectors of value columns.
 constexpr int kMaxTileHeads = simd::kLanes == 16 ? 8 : 4;
@@ -69,15 +69,14 @@ void score(const float* q, int64_t heads, const T* keys, int64_t n, int64_t dim,
     });
 }
 
-// sums[h] += sum over p of weights[h][p] * values[p], in order of p; V vectors of columns, or one of `part` lanes if part.
+// sums[h] += sum over p of weights[h][p] * values[p], in order of p; V vectors of columns, or one of `part` lanes if
+// part.
 template <class T, int H, int V>
 void mix_tile(const float* weights, int64_t stride, const T* values, int64_t n, int64_t dim, int part, float* sums,
               int64_t sums_stride) {
     F acc[H][V];
     const auto load = [&](const auto* x) { return V == 1 ? simd::load_some(x, part) : simd::load(x); };
-    repeat<H>([&](auto h) {
-        repeat<V>([&](auto j) { acc[h][j] = load(sums + h * sums_stride + j * simd::kLanes); });
-    });
+    repeat<H>([&](auto h) { repeat<V>([&](auto j) { acc[h][j] = load(sums + h * sums_stride + j * simd::kLanes); }); });
     for (int64_t p = 0; p < n; p++, values += dim) {
         F v[V];
         prefetch_rows(values, V * simd::kLanes);
@@ -95,20 +94,23 @@ void mix_tile(const float* weights, int64_t stride, const T* values, int64_t n, 
 }
 
 template <class T, int H>
-void mix_heads(const float* weights, int64_t stride, const T* values, int64_t n, int64_t dim, float* sums, int64_t sums_stride) {
+void mix_heads(const float* weights, int64_t stride, const T* values, int64_t n, int64_t dim, float* sums,
+               int64_t sums_stride) {
     constexpr int V = tile_vectors(H);
     int64_t c = 0;
     for (; c + V * simd::kLanes <= dim; c += V * simd::kLanes)
         mix_tile<T, H, V>(weights, stride, values + c, n, dim, simd::kLanes, sums + c, sums_stride);
     for (; c < dim; c += simd::kLanes)
-        mix_tile<T, H, 1>(weights, stride, values + c, n, dim, int(std::min<int64_t>(simd::kLanes, dim - c)), sums + c, sums_stride);
+        mix_tile<T, H, 1>(weights, stride, values + c, n, dim, int(std::min<int64_t>(simd::kLanes, dim - c)), sums + c,
+                          sums_stride);
 }
 
 template <class T>
 void mix(const float* weights, int64_t stride, int64_t heads, const T* values, int64_t n, int64_t dim, float* sums,
          int64_t sums_stride) {
     over_heads(heads, [&](int64_t h, auto number) {
-        mix_heads<T, decltype(number)::value>(weights + h * stride, stride, values, n, dim, sums + h * sums_stride, sums_stride);
+        mix_heads<T, decltype(number)::value>(weights + h * stride, stride, values, n, dim, sums + h * sums_stride,
+                                              sums_stride);
     });
 }
 
@@ -152,17 +154,21 @@ struct ChunkScratch {
 
 // The part of row r in its chunk c, counted from position 0, for all query heads of one kv head: into `partial`, or the
 // finished result if it is the only chunk.
-void attend_chunk(const AttentionArgs& args, const Row& r, int batch_row, int64_t kv_head, int64_t c, const ChunkScratch& s) {
+void attend_chunk(const AttentionArgs& args, const Row& r, int batch_row, int64_t kv_head, int64_t c,
+                  const ChunkScratch& s) {
     const int64_t group = args.heads / args.kv_heads, head = kv_head * group, dv = args.value_dim;
-    const int64_t begin = std::max(c * r.chunk, r.first), end = std::min((c + 1) * r.chunk, r.position + 1), n = end - begin;
+    const int64_t begin = std::max(c * r.chunk, r.first), end = std::min((c + 1) * r.chunk, r.position + 1),
+                  n = end - begin;
     const float* q = args.q + (r.row * args.heads + head) * args.dim;
     if (prepares_q(args)) {
-        for (int64_t h = 0; h < group; h++) prepare_head(args, q + h * args.dim, args.q_norm, r.row, s.q + h * args.dim);
+        for (int64_t h = 0; h < group; h++)
+            prepare_head(args, q + h * args.dim, args.q_norm, r.row, s.q + h * args.dim);
         q = s.q;
     }
-    over_rows(*r.cache, r.cache->k, args.dim, kv_head, begin, end, s.unpacked, [&](const auto* keys, int64_t p, int64_t count) {
-        score(q, group, keys, count, args.dim, s.scores + (p - begin), n);
-    });
+    over_rows(*r.cache, r.cache->k, args.dim, kv_head, begin, end, s.unpacked,
+              [&](const auto* keys, int64_t p, int64_t count) {
+                  score(q, group, keys, count, args.dim, s.scores + (p - begin), n);
+              });
     const bool only = r.num_chunks() == 1;
     const int64_t stride = only ? dv : kMaxChunks * (dv + kTotals), place = c - r.first_chunk();
     float* sums = only ? args.out + (r.row * args.heads + head) * dv
@@ -181,9 +187,10 @@ void attend_chunk(const AttentionArgs& args, const Row& r, int batch_row, int64_
         }
         std::memset(sums + h * stride, 0, dv * sizeof(float));
     }
-    over_rows(*r.cache, r.cache->v, dv, kv_head, begin, end, s.unpacked, [&](const auto* values, int64_t p, int64_t count) {
-        mix(s.scores + (p - begin), n, group, values, count, dv, sums, stride);
-    });
+    over_rows(*r.cache, r.cache->v, dv, kv_head, begin, end, s.unpacked,
+              [&](const auto* values, int64_t p, int64_t count) {
+                  mix(s.scores + (p - begin), n, group, values, count, dv, sums, stride);
+              });
 }
 
 void combine(const AttentionArgs& args, const Row& r, int batch_row, int64_t head) {
@@ -220,14 +227,16 @@ void attend_few(const AttentionArgs& args, const Row* rows, int n, Team& team) {
         end = std::max(end, rows[i].first_chunk() + rows[i].num_chunks());
         longest = std::max(longest, rows[i].chunk);
     }
-    const ChunkScratch s(args, reinterpret_cast<float*>(team.scratch(ChunkScratch::floats(args, longest) * sizeof(float))));
+    const ChunkScratch s(args,
+                         reinterpret_cast<float*>(team.scratch(ChunkScratch::floats(args, longest) * sizeof(float))));
     const bool store_in_chunk = same_chunks(rows, n);
     const auto store = [&](const Row& r, int64_t kv_head) {
         store_head(args, *r.segment, r.row - r.segment->row_begin, kv_head, s.head);
     };
     if (!store_in_chunk) {
         const Range parts = share(n * args.kv_heads, 1, 8, team);
-        for (int64_t part = parts.begin; part < parts.end; part++) store(rows[part / args.kv_heads], part % args.kv_heads);
+        for (int64_t part = parts.begin; part < parts.end; part++)
+            store(rows[part / args.kv_heads], part % args.kv_heads);
         team.barrier();
     }
     team.loop((end - begin) * args.kv_heads, 1, [&](int64_t item, int64_t) {
@@ -235,7 +244,8 @@ void attend_few(const AttentionArgs& args, const Row* rows, int n, Team& team) {
         for (int i = 0; store_in_chunk && i < n; i++)
             if (rows[i].position / rows[i].chunk == c) store(rows[i], kv_head);
         for (int i = 0; i < n; i++)
-            if (rows[i].first_chunk() <= c && c <= rows[i].position / rows[i].chunk) attend_chunk(args, rows[i], i, kv_head, c, s);
+            if (rows[i].first_chunk() <= c && c <= rows[i].position / rows[i].chunk)
+                attend_chunk(args, rows[i], i, kv_head, c, s);
     });
     bool pieces = false;
     for (int i = 0; i < n; i++) pieces |= rows[i].num_chunks() > 1;

@@ -22,11 +22,11 @@ inline int64_t padded_columns(int64_t dim) { return (dim + simd::kLanes - 1) / s
 
 // One thread's memory while it works on a block of queries.
 struct Block {
-    float* queries;  // [kQueries / kPanel][dim][kPanel], scaled
-    float* keys;     // [kKeys][dim]
-    float* values;   // [kKeys][columns], zero beyond value_dim
-    float* scores;   // [kKeys][kQueries]; at first, one query on its way to `queries`
-    float* sums;     // [kQueries][columns]
+    float* queries;                              // [kQueries / kPanel][dim][kPanel], scaled
+    float* keys;                                 // [kKeys][dim]
+    float* values;                               // [kKeys][columns], zero beyond value_dim
+    float* scores;                               // [kKeys][kQueries]; at first, one query on its way to `queries`
+    float* sums;                                 // [kQueries][columns]
     float *top, *total, *factor, *first, *last;  // [kQueries]; first and last visible position, relative to the tile
 
     static int64_t floats(const AttentionArgs& args) {
@@ -37,7 +37,8 @@ struct Block {
         const int64_t columns = padded_columns(args.value_dim);
         const auto take = [&](int64_t n) { return at += n, at - n; };
         scores = take(kKeys * kQueries);
-        top = take(kQueries), total = take(kQueries), factor = take(kQueries), first = take(kQueries), last = take(kQueries);
+        top = take(kQueries), total = take(kQueries), factor = take(kQueries), first = take(kQueries),
+        last = take(kQueries);
         sums = take(kQueries * columns);
         values = take(kKeys * columns);
         queries = take(kQueries * args.dim);
@@ -71,12 +72,13 @@ void load_queries(const AttentionArgs& args, const Span& span, const Block& b) {
 template <class T>
 void widen(const T* rows, int64_t n, int64_t dim, float* out, int64_t stride) {
     for (int64_t i = 0; i < n; i++, rows += dim, out += stride)
-        simd::over(dim, [&](int64_t at, int count) { simd::store_some(out + at, simd::load_some(rows + at, count), count); });
+        simd::over(
+            dim, [&](int64_t at, int count) { simd::store_some(out + at, simd::load_some(rows + at, count), count); });
 }
 
 // n cache rows from `position` on as floats, the rows `stride` apart.
-void load_rows(const KvView& cache, const uint8_t* base, int64_t dim, int64_t head, int64_t position, int64_t n, float* out,
-               int64_t stride) {
+void load_rows(const KvView& cache, const uint8_t* base, int64_t dim, int64_t head, int64_t position, int64_t n,
+               float* out, int64_t stride) {
     const int64_t bytes = row_bytes(cache.type, dim);
     for (int64_t done = 0; done < n;) {
         const int64_t slot = (position + done) % cache.capacity, count = std::min(n - done, cache.capacity - slot);
@@ -111,7 +113,8 @@ void score_panel(const float* keys, const float* queries, int64_t dim, float* sc
 template <int V>
 void mix_columns(const float* weights, const float* values, int64_t keys, int64_t stride, float* sums) {
     F acc[kMixQueries][V];
-    repeat<kMixQueries>([&](auto i) { repeat<V>([&](auto j) { acc[i][j] = simd::load(sums + i * stride + j * simd::kLanes); }); });
+    repeat<kMixQueries>(
+        [&](auto i) { repeat<V>([&](auto j) { acc[i][j] = simd::load(sums + i * stride + j * simd::kLanes); }); });
     for (int64_t n = 0; n < keys; n++, weights += kQueries, values += stride) {
         F v[V];
         repeat<V>([&](auto j) { v[j] = simd::load(values + j * simd::kLanes); });
@@ -120,7 +123,8 @@ void mix_columns(const float* weights, const float* values, int64_t keys, int64_
             repeat<V>([&](auto j) { acc[i][j] = simd::fma(w, v[j], acc[i][j]); });
         });
     }
-    repeat<kMixQueries>([&](auto i) { repeat<V>([&](auto j) { simd::store(sums + i * stride + j * simd::kLanes, acc[i][j]); }); });
+    repeat<kMixQueries>(
+        [&](auto i) { repeat<V>([&](auto j) { simd::store(sums + i * stride + j * simd::kLanes, acc[i][j]); }); });
 }
 
 // Scores of one vector of queries -> their weights, relative to the new maximum; `factor` takes the old sums to it.
@@ -165,7 +169,8 @@ void add_tile(const AttentionArgs& args, const Span& span, const Block& b, int64
     load_rows(*span.cache, span.cache->k, args.dim, span.kv_head, begin, n, b.keys, args.dim);
     for (int64_t panel = 0; panel < span.queries; panel += kPanel)
         for (int64_t key = 0; key < n; key += kScoreKeys)  // some of the last few may be left from before: never read
-            score_panel(b.keys + key * args.dim, b.queries + panel * args.dim, args.dim, b.scores + key * kQueries + panel);
+            score_panel(b.keys + key * args.dim, b.queries + panel * args.dim, args.dim,
+                        b.scores + key * kQueries + panel);
     for (int64_t m = 0; m < span.queries; m += simd::kLanes) soften_lanes(b, m, n, args.softcap, masked);
     scale_sums(b, span.queries, columns);
     load_rows(*span.cache, span.cache->v, args.value_dim, span.kv_head, begin, n, b.values, columns);
@@ -218,9 +223,11 @@ void attend_many(const AttentionArgs& args, const Segment& segment, Team& team) 
     const Block b(args, reinterpret_cast<float*>(team.scratch(Block::floats(args) * sizeof(float))));
     team.loop(blocks * args.kv_heads, 1, [&](int64_t item, int64_t) {
         // The last rows see the most keys: first, so that no thread is left alone with them.
-        const int64_t row = (blocks - 1 - item / args.kv_heads) * per_block, rows = std::min(per_block, segment.rows - row);
+        const int64_t row = (blocks - 1 - item / args.kv_heads) * per_block,
+                      rows = std::min(per_block, segment.rows - row);
         const auto* cache = static_cast<const KvView*>(segment.layer_state[args.layer]);
-        attend_block(args, {&segment, cache, item % args.kv_heads, row, rows, segment.start_pos + row, rows * group}, b);
+        attend_block(args, {&segment, cache, item % args.kv_heads, row, rows, segment.start_pos + row, rows * group},
+                     b);
     });
 }
 

@@ -157,7 +157,10 @@ class CpuOps:
         rope = turns = q_norm = k_norm = None
         eps = 0.0
         ropes = self.program.pending.get(q), self.program.pending.get(k)
-        if all(isinstance(r, PendingRope) and r.head_dim == spec.head_dim for r in ropes) and ropes[0].table is ropes[1].table:
+        if (
+            all(isinstance(r, PendingRope) and r.head_dim == spec.head_dim for r in ropes)
+            and ropes[0].table is ropes[1].table
+        ):
             q, k, rope, turns = ropes[0].x, ropes[1].x, ropes[0].rope, ropes[0].table
         norms = self.program.pending.get(q), self.program.pending.get(k)
         per_head = all(isinstance(n, PendingNorm) for n in norms) and norms[0].eps == norms[1].eps

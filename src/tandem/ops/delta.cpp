@@ -1,6 +1,7 @@
 // Gated DeltaNet: the short convolution over time and the gated delta rule, both advancing a sequence's state.
 // State [Hv][Dk][Dv]; threads share heads, and blocks of value columns, which do not depend on each other. Rows go one
-// after the other, bit-equal for any split of a sequence; from kChunk rows on, by chunks (delta_chunk.h, 1.5 times as fast).
+// after the other, bit-equal for any split of a sequence; from kChunk rows on, by chunks (delta_chunk.h, 1.5 times
+// as fast).
 #include "ops/delta_chunk.h"
 #include "ops/share.h"
 
@@ -18,7 +19,8 @@ namespace {
 constexpr int64_t kConvGrain = 64;
 constexpr int kMaxPast = 15;
 
-// Channels [begin, end) of a segment, V vectors at a time (a part of one, with V = 1); P past inputs, or `past` if P < 0.
+// Channels [begin, end) of a segment, V vectors at a time (a part of one, with V = 1); P past inputs, or as many as the
+// weight has if P < 0.
 template <int P, int V>
 void convolve(const ShortConvArgs& args, const Segment& segment, float* tail, int64_t c, int count) {
     const int64_t n = args.channels, past = P < 0 ? args.width - 1 : P;
@@ -133,7 +135,8 @@ void advance_columns(float* state, int64_t stride, int64_t dim, int64_t columns,
 // x / sqrt(sum x^2 + eps) * factor
 void l2_normalise(const float* x, int64_t n, float eps, float factor, float* out) {
     const F scale = simd::set1(factor / std::sqrt(simd::dot(x, x, n) + eps));
-    simd::over(n, [&](int64_t i, int count) { simd::store_some(out + i, simd::load_some(x + i, count) * scale, count); });
+    simd::over(n,
+               [&](int64_t i, int count) { simd::store_some(out + i, simd::load_some(x + i, count) * scale, count); });
 }
 
 float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
@@ -163,7 +166,8 @@ HeadRow load_row(const DeltaRuleArgs& args, int64_t row, int64_t head, float* k,
 }
 
 // Rows [begin, end) of the step, one after the other, on some columns of one head; scratch [2 * dim].
-void run_rows(const DeltaRuleArgs& args, int64_t begin, int64_t end, int64_t head, Range columns, float* head_state, float* scratch) {
+void run_rows(const DeltaRuleArgs& args, int64_t begin, int64_t end, int64_t head, Range columns, float* head_state,
+              float* scratch) {
     const int64_t dim = args.dim;
     float *k = scratch, *q = scratch + dim;
     for (int64_t row = begin; row < end; row++) {
@@ -175,7 +179,8 @@ void run_rows(const DeltaRuleArgs& args, int64_t begin, int64_t end, int64_t hea
 }
 
 // Whole chunks of rows from `begin` on, on all columns of one head; returns the first row not done.
-int64_t run_chunks(const DeltaRuleArgs& args, int64_t begin, int64_t end, int64_t head, float* head_state, float* scratch) {
+int64_t run_chunks(const DeltaRuleArgs& args, int64_t begin, int64_t end, int64_t head, float* head_state,
+                   float* scratch) {
     const int64_t dim = args.dim, qkv_width = (2 * args.k_heads + args.v_heads) * dim;
     const DeltaChunk c(dim, scratch);
     for (; begin + kChunk <= end; begin += kChunk) {

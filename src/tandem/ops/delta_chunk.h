@@ -1,9 +1,10 @@
-// The gated delta rule over a chunk of rows of one head by matrix products, for prefill: the state is read and written once
-// a chunk. Equal to the recurrence up to rounding.
+// The gated delta rule over a chunk of rows of one head by matrix products, for prefill: the state is read and written
+// once a chunk. Equal to the recurrence up to rounding.
 //
 // With G the running sum of log decays in the chunk and M the state before it, the changes D of the state solve
 //   D_i = beta_i (v_i - e^G_i M^T k_i) - sum over j < i of beta_i <k_i, k_j> e^(G_i - G_j) D_j
-// and  y_i = e^G_i M^T q_i + sum over j <= i of <q_i, k_j> e^(G_i - G_j) D_j,  M <- e^G_last M + sum of e^(G_last - G_i) k_i D_i^T.
+// and  y_i = e^G_i M^T q_i + sum over j <= i of <q_i, k_j> e^(G_i - G_j) D_j,  M <- e^G_last M + sum of e^(G_last -
+// G_i) k_i D_i^T.
 #pragma once
 #include "ops/dot_tile.h"
 
@@ -18,11 +19,11 @@ constexpr int kTileRows = 4, kTileVectors = simd::kLanes == 16 ? 4 : 2;
 
 // Rows of one chunk for one head; all arrays of one thread. dim is a multiple of simd::kLanes.
 struct DeltaChunk {
-    float *k, *q;       // [kChunk][dim], normalised, k before q
-    float* late_k;      // [kChunk][dim], k_i e^(G_last - G_i)
-    float* products;    // [2 * kChunk][dim], M^T k_i, then M^T q_i
-    float* changes;     // [kChunk][dim]
-    float *kk, *qk;     // [kChunk][kChunk], products with k_j, times decays
+    float *k, *q;                     // [kChunk][dim], normalised, k before q
+    float* late_k;                    // [kChunk][dim], k_i e^(G_last - G_i)
+    float* products;                  // [2 * kChunk][dim], M^T k_i, then M^T q_i
+    float* changes;                   // [kChunk][dim]
+    float *kk, *qk;                   // [kChunk][kChunk], products with k_j, times decays
     float *log_decay, *decay, *beta;  // [kChunk]; the first two summed up from the chunk's start
 
     static int64_t floats(int64_t dim) { return 6 * kChunk * dim + 2 * kChunk * kChunk + 3 * kChunk; }
@@ -47,7 +48,8 @@ void multiply_state(const float* rows, const float* state, int64_t dim, float* o
             repeat<V>([&](auto j) { acc[i][j] = simd::fma(x, m[j], acc[i][j]); });
         });
     }
-    repeat<kTileRows>([&](auto i) { repeat<V>([&](auto j) { simd::store(out + i * dim + j * simd::kLanes, acc[i][j]); }); });
+    repeat<kTileRows>(
+        [&](auto i) { repeat<V>([&](auto j) { simd::store(out + i * dim + j * simd::kLanes, acc[i][j]); }); });
 }
 
 // kTileRows rows of the state, on V vectors of columns.
@@ -65,7 +67,8 @@ void update_state(const float* late_k, const float* changes, int64_t dim, F deca
             repeat<V>([&](auto j) { acc[i][j] = simd::fma(k, c[j], acc[i][j]); });
         });
     }
-    repeat<kTileRows>([&](auto i) { repeat<V>([&](auto j) { simd::store(state + i * dim + j * simd::kLanes, acc[i][j]); }); });
+    repeat<kTileRows>(
+        [&](auto i) { repeat<V>([&](auto j) { simd::store(state + i * dim + j * simd::kLanes, acc[i][j]); }); });
 }
 
 // Calls body(first column, constant number of vectors) over all columns.
@@ -96,7 +99,8 @@ void weigh_pairs(const DeltaChunk& c, int64_t dim) {
 
 // The changes, row after row, and the results, on V vectors of columns.
 template <int V>
-void solve(const DeltaChunk& c, int64_t dim, const float* v, int64_t v_stride, float* out, int64_t out_stride, int64_t column) {
+void solve(const DeltaChunk& c, int64_t dim, const float* v, int64_t v_stride, float* out, int64_t out_stride,
+           int64_t column) {
     const float *k_products = c.products + column, *q_products = k_products + kChunk * dim;
     float* changes = c.changes + column;
     for (int i = 0; i < kChunk; i++, v += v_stride, out += out_stride) {
@@ -124,10 +128,12 @@ void solve(const DeltaChunk& c, int64_t dim, const float* v, int64_t v_stride, f
 }
 
 // One chunk: v and out are rows of [.., dim] with the given strides. c has k, q, log_decay (summed), decay, beta.
-void advance_chunk(const DeltaChunk& c, int64_t dim, const float* v, int64_t v_stride, float* out, int64_t out_stride, float* state) {
+void advance_chunk(const DeltaChunk& c, int64_t dim, const float* v, int64_t v_stride, float* out, int64_t out_stride,
+                   float* state) {
     over_columns(dim, [&](int64_t column, auto vectors) {
         for (int row = 0; row < 2 * kChunk; row += kTileRows)
-            multiply_state<decltype(vectors)::value>(c.k + row * dim, state + column, dim, c.products + row * dim + column);
+            multiply_state<decltype(vectors)::value>(c.k + row * dim, state + column, dim,
+                                                     c.products + row * dim + column);
     });
     weigh_pairs(c, dim);
     over_columns(dim, [&](int64_t column, auto vectors) {
@@ -141,7 +147,8 @@ void advance_chunk(const DeltaChunk& c, int64_t dim, const float* v, int64_t v_s
     const F decay = simd::set1(c.decay[kChunk - 1]);
     over_columns(dim, [&](int64_t column, auto vectors) {
         for (int64_t row = 0; row < dim; row += kTileRows)
-            update_state<decltype(vectors)::value>(c.late_k + row, c.changes + column, dim, decay, state + row * dim + column);
+            update_state<decltype(vectors)::value>(c.late_k + row, c.changes + column, dim, decay,
+                                                   state + row * dim + column);
     });
 }
 

@@ -4,8 +4,8 @@
 
 namespace tandem {
 
-// out[h * out_stride + p] = <x_h, y_p> for H rows of x and P of y, n values each, rows `n` apart; each product is one chain
-// of vector sums, whatever H and P are.
+// out[h * out_stride + p] = <x_h, y_p> for H rows of x and P of y, n values each, rows `n` apart; each product is one
+// chain of vector sums, whatever H and P are.
 template <class T, int H, int P>
 void dot_tile(const float* x, const T* y, int64_t n, float* out, int64_t out_stride) {
     using simd::F;
@@ -31,9 +31,8 @@ void dot_tile(const float* x, const T* y, int64_t n, float* out, int64_t out_str
         });
     }
     float sums[kSums];
-    repeat<kSums / 4>([&](auto i) {
-        simd::sum4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3], sums + 4 * i);
-    });
+    repeat<kSums / 4>(
+        [&](auto i) { simd::sum4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3], sums + 4 * i); });
     repeat<H>([&](auto h) { std::memcpy(out + h * out_stride, sums + h * P, P * sizeof(float)); });
 }
 

@@ -106,7 +106,8 @@ TANDEM_OP(add_gated, AddGatedArgs) {
         const float *base = args.base + row * args.width, *x = args.x + row * args.width;
         float* out = args.out + row * args.width;
         simd::over(args.width, [&](int64_t i, int count) {
-            simd::store_some(out + i, simd::fma(open, simd::load_some(x + i, count), simd::load_some(base + i, count)), count);
+            simd::store_some(out + i, simd::fma(open, simd::load_some(x + i, count), simd::load_some(base + i, count)),
+                             count);
         });
     }
 }

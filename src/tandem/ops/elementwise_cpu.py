@@ -172,4 +172,4 @@ def record_output_rows(program: Program, x: Buffer) -> Buffer:
 
 def _same_width(op: str, x: Buffer, y: Buffer) -> None:
     if x.width != y.width or x.dtype != np.float32 or y.dtype != np.float32:
-        raise ShapeError(f"{op}: rows of {x.width} {x.dtype} and {y.width} {y.dtype}, both must be equally wide float32")
+        raise ShapeError(f"{op}: rows of {x.width} {x.dtype} and {y.width} {y.dtype}, both must be float32 and as wide")

@@ -11,8 +11,8 @@ constexpr int64_t kMinShare = 4096;  // values per thread: below, one more barri
 }  // namespace
 
 struct RmsNormArgs {
-    const float* x;       // [T, heads * n]
-    const float* weight;  // [n]
+    const float* x;         // [T, heads * n]
+    const float* weight;    // [n]
     const float* residual;  // [T, heads * n] added to the result, or null
     float* out;
     int32_t width, heads;

@@ -17,7 +17,8 @@ inline void rms_normalise(const float* x, const float* weight, int64_t n, float 
 }
 
 // out = residual + the normed x
-inline void add_rms_normalised(const float* residual, const float* x, const float* weight, int64_t n, float eps, float* out) {
+inline void add_rms_normalised(const float* residual, const float* x, const float* weight, int64_t n, float eps,
+                               float* out) {
     const simd::F factor = simd::set1(inverse_rms(x, n, eps));
     simd::over(n, [&](int64_t i, int count) {
         const simd::F normed = simd::load_some(x + i, count) * factor * simd::load_some(weight + i, count);

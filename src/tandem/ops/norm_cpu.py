@@ -61,6 +61,8 @@ def record_add_rms_norm(program: Program, residual: Buffer, x: Buffer, weight: W
 def record_gated_rms_norm(program: Program, x: Buffer, gate: Buffer, weight: Weight, eps: float, heads: int) -> Buffer:
     """`Ops.gated_rms_norm`."""
     out = program.buffer(x.width)
-    args = GatedRmsNormArgs(weight=float_address(program, weight, x.width // heads), width=x.width, heads=heads, eps=eps)
+    args = GatedRmsNormArgs(
+        weight=float_address(program, weight, x.width // heads), width=x.width, heads=heads, eps=eps
+    )
     program.call("gated_rms_norm", args, x=x, gate=gate, out=out)
     return out

@@ -1,7 +1,7 @@
 // The rotation of one head by a row of the table that `rope_table` computes; out may be x.
 //
-// A table row has, for interleaved pairs, cosines (c0 c0 c1 c1 ..) then signed sines (-s0 s0 -s1 s1 ..), 2 * pairs values
-// each; else `pairs` cosines then `pairs` sines.
+// A table row has, for interleaved pairs, cosines (c0 c0 c1 c1 ..) then signed sines (-s0 s0 -s1 s1 ..), 2 * pairs
+// values each; else `pairs` cosines then `pairs` sines.
 #pragma once
 #include "ops/simd_math.h"
 
@@ -28,7 +28,8 @@ inline void rotate_halves(const float* x, const float* turns, int64_t pairs, flo
     });
 }
 
-inline void rotate_head(const float* x, const float* turns, int64_t head_dim, int64_t pairs, bool interleaved, float* out) {
+inline void rotate_head(const float* x, const float* turns, int64_t head_dim, int64_t pairs, bool interleaved,
+                        float* out) {
     if (interleaved) rotate_interleaved(x, turns, pairs, out);
     else rotate_halves(x, turns, pairs, out);
     if (out != x) std::memcpy(out + 2 * pairs, x + 2 * pairs, (head_dim - 2 * pairs) * sizeof(float));

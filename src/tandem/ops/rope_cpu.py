@@ -1,4 +1,4 @@
-"""Records rotary position embedding: one table of turns for each kind of rope in a program, then one rotation per use."""
+"""Records rotary position embedding: one table of turns for each kind of rope, then one rotation per use."""
 
 import ctypes
 

@@ -1,5 +1,5 @@
-// The router of a mixture of experts: float32 logits, softmax over all experts, the k most probable, weights renormalised.
-// Threads share the experts of each row (the matrix is megabytes), then the rows.
+// The router of a mixture of experts: float32 logits, softmax over all experts, the k most probable, weights
+// renormalised. Threads share the experts of each row (the matrix is megabytes), then the rows.
 #include "ops/share.h"
 #include "ops/simd_math.h"
 
@@ -39,7 +39,8 @@ void products(const RouteArgs& args, int64_t row, int64_t expert) {
         });
     });
     repeat<R>([&](auto r) {
-        repeat<E>([&](auto e) { args.logits[(row + r) * args.experts + expert + e] = simd::sum(acc[r][e]) * args.scale; });
+        repeat<E>(
+            [&](auto e) { args.logits[(row + r) * args.experts + expert + e] = simd::sum(acc[r][e]) * args.scale; });
     });
 }
 
@@ -62,13 +63,17 @@ void softmax(float* x, int64_t n) {
     for (int64_t i = 1; i < n; i++) top = x[i] > top ? x[i] : top;
     const simd::F shift = simd::set1(top);
     simd::F total = simd::set1(0);
-    simd::over(n, [&](int64_t i, int count) { simd::store_some(x + i, simd::exp(simd::load_some(x + i, count) - shift), count); });
+    simd::over(n, [&](int64_t i, int count) {
+        simd::store_some(x + i, simd::exp(simd::load_some(x + i, count) - shift), count);
+    });
     simd::over(n, [&](int64_t i, int count) { total = total + simd::load_some(x + i, count); });
     const simd::F share_of_one = simd::set1(1.0f / simd::sum(total));
-    simd::over(n, [&](int64_t i, int count) { simd::store_some(x + i, simd::load_some(x + i, count) * share_of_one, count); });
+    simd::over(
+        n, [&](int64_t i, int count) { simd::store_some(x + i, simd::load_some(x + i, count) * share_of_one, count); });
 }
 
-// The k largest of p, ties to the lower index; takes the chosen out of p. With NaN the choice is any k different indices.
+// The k largest of p, ties to the lower index; takes the chosen out of p. With NaN the choice is any k different
+// indices.
 void choose(float* p, int64_t n, int k, int32_t* ids, float* weights) {
     float total = 0;
     for (int slot = 0; slot < k; slot++) {
@@ -90,7 +95,8 @@ void choose(float* p, int64_t n, int k, int32_t* ids, float* weights) {
 }  // namespace
 
 TANDEM_OP(route, RouteArgs) {
-    // Few rows: threads share the experts, for the matrix is megabytes. Many: blocks of rows, which stay in the second cache.
+    // Few rows: threads share the experts, for the matrix is megabytes. Many: blocks of rows, which stay in the second
+    // cache.
     const int64_t block = step.rows <= 4 * team.threads ? step.rows : kRowBlock;
     const int64_t expert_items = (args.experts + kExpertTile - 1) / kExpertTile;
     const int64_t grain = block == step.rows ? 1 : expert_items;

@@ -87,10 +87,13 @@ inline F min(F a, F b) { return _mm512_min_ps(a, b); }
 inline F abs(F x) { return _mm512_abs_ps(x); }
 inline F round(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline F times_power_of_two(F x, F n) { return _mm512_scalef_ps(x, n); }
-inline F select_less(F a, F b, F yes, F no) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes); }
+inline F select_less(F a, F b, F yes, F no) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
+}
 inline F with_sign_of(F magnitude, F sign) {
     const __m512i mask = _mm512_set1_epi32(int(0x80000000));
-    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(mask, _mm512_castps_si512(sign), _mm512_castps_si512(magnitude), 0xca));
+    return _mm512_castsi512_ps(
+        _mm512_ternarylogic_epi32(mask, _mm512_castps_si512(sign), _mm512_castps_si512(magnitude), 0xca));
 }
 inline F swap_pairs(F x) { return _mm512_permute_ps(x, 0xb1); }
 inline __m128 fold(F x) {

@@ -1,4 +1,4 @@
-"""The state of one sequence on the CPU: caches of attention layers, recurrent state of DeltaNet layers, and its addresses.
+"""The state of one sequence on the CPU: caches of attention layers, recurrent state of DeltaNet layers, their pointers.
 
 In: the state specs of a model. Out: the table of pointers that the segments of a step carry.
 """
@@ -56,7 +56,7 @@ def size_bytes(specs: Sequence, ctx: int, kv: str, max_rows: int) -> int:
 class CpuState:
     """State of one sequence, in one allocation, zero at first.
 
-    specs: KvState | DeltaState per layer; ctx: most positions; kv: "f16", "q8_0" or "f32"; max_rows: most rows of a step.
+    specs: KvState | DeltaState per layer; ctx: most positions; kv: "f16", "q8_0" or "f32"; max_rows: most rows a step.
     `layer_state` is the address of the pointer table. Raises SettingError for a kv type that is unknown or does not fit
     the head dimensions.
     """
@@ -151,7 +151,9 @@ def _kv_bytes(spec, ctx: int, kv: str, max_rows: int) -> tuple[int, int]:
     if kv not in KV_TYPES:
         raise SettingError(f"kv cache type {kv!r} is unknown{nearest(kv, KV_TYPES)}")
     if kv == "q8_0" and (spec.key_dim % 32 or spec.value_dim % 32):
-        raise SettingError(f"kv cache type q8_0 needs heads of whole 32 values, not {spec.key_dim} and {spec.value_dim}; use f16")
+        raise SettingError(
+            f"kv cache q8_0 needs heads of whole 32 values, not {spec.key_dim} and {spec.value_dim}; use f16"
+        )
     rows = spec.num_kv_heads * capacity(spec, ctx, max_rows)
     widths = (spec.key_dim, spec.value_dim)
     return tuple(rows * {"f32": 4 * n, "f16": 2 * n, "q8_0": n // 32 * 34}[kv] for n in widths)

@@ -1,4 +1,4 @@
-"""Small weights as float32 for the C++ ops: the file's own memory where it is already that, else a copy that the program keeps."""
+"""Small weights as float32 for the C++ ops: the file's own memory where it is that, else a copy the program keeps."""
 
 import numpy as np
 
@@ -19,7 +19,7 @@ def float_values(weight: Weight) -> np.ndarray:
 
 
 def float_address(program: Program, weight: Weight, *shape: int) -> int:
-    """Address of the weight's float32 values, kept by the program. Raises ShapeError if they are not as many as `shape` has."""
+    """Address of the weight's float32 values, kept by the program. Raises ShapeError if `shape` has another number."""
     if np.prod(weight.shape, dtype=np.int64) != np.prod(shape, dtype=np.int64):
         raise ShapeError(f"{weight.name}: shape {weight.shape}, the op needs {shape}")
     return program.address(float_values(weight))
