@@ -47,7 +47,7 @@ GENERATED = re.compile(
 PYTHON_2 = re.compile(r"^\s*(print [\"'%\w]|exec [\"'\w]|raise \w+, )|except [\w.]+, \w+:|\bur?'[^']*'\.decode\(", re.M)
 MAX_FILE_BYTES, MAX_TEST_BYTES, MAX_DOC_BYTES = 250_000, 60_000, 300_000
 DUPLICATE_SHARE = 0.5  # of a file's longer lines already seen in another file
-MAX_PACKAGE_BYTES = {"code": 1_900_000, "docs": 10_000_000}
+MAX_PACKAGE_BYTES = {"code": 1_700_000, "docs": 10_000_000}
 # Packages whose Python files are read where training runs (`tokenize_text.py`): from here only their documentation.
 INSTALLED = (
     "torch transformers jax flax optax numpyro botorch gpytorch torch-geometric timm peft accelerate lightning onnx "

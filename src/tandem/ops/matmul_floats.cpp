@@ -32,6 +32,8 @@ void tile(const uint8_t* w, int64_t stride, int64_t cols, const float* const* x,
         Vec a[R];
         for (int r = 0; r < R; r++) a[r] = Vec::load(x[r] + k);
         for (int i = 0; i < N; i++) {
+            // The same place in the rows of the next tile: short streams are over before the hardware sees them.
+            if (k * Row::bytes % 64 == 0) __builtin_prefetch(w + (N + i) * stride + k * Row::bytes);
             const Vec b = Row::load(w + i * stride + k * Row::bytes);
             for (int r = 0; r < R; r++) sum[i][r] = fma(a[r], b, sum[i][r]);
         }
