@@ -1,5 +1,13 @@
 // The I types: rows of codebooks with signs, or a non-linear 4-bit table. Meanings: quant/iquant.py.
+//
+// AVX-512 looks rows of 4 values up in registers: on Zen 5 the 64 rows of an IQ3_S block take 4 cycles so and 50 by
+// gathers; on Intel, where permuting two registers takes 2 cycles, 16 against about 40. Rows of 8 values are loaded one
+// by one, as are all on AVX2, which has no permutation as wide; gathers are no faster on Zen 5, and slow on Intel parts
+// with the fix for data sampling. Row numbers stay in general registers: extracting them from a vector, or reading back
+// a vector just stored two bytes at a time, costs more than the rows.
 #pragma once
+#include <cassert>
+
 #include "quant/format.h"
 
 namespace tandem::quant {
@@ -9,33 +17,38 @@ inline void signed_values(const uint8_t* magnitudes, int n, uint32_t negative, i
 }
 
 #if TANDEM_AVX512 || TANDEM_AVX2
-// Rows of 8 values by number, side by side.
+// Rows of 8 values side by side; id(i) is the number of the i-th.
 template <class Id>
-inline __m256i four_rows(const uint8_t (*table)[8], const Id* id) {
+inline __m256i four_rows(const uint8_t (*table)[8], Id id) {
     auto two = [&](int i) {
-        const __m128 low = _mm_castsi128_ps(_mm_loadl_epi64((const __m128i*)table[id[i]]));
-        return _mm_castps_si128(_mm_loadh_pi(low, (const __m64*)table[id[i + 1]]));
+        const __m128 low = _mm_castsi128_ps(_mm_loadl_epi64((const __m128i*)table[id(i)]));
+        return _mm_castps_si128(_mm_loadh_pi(low, (const __m64*)table[id(i + 1)]));
     };
     return _mm256_inserti128_si256(_mm256_castsi128_si256(two(0)), two(2), 1);
 }
 
-// 2-bit codes of 8 bytes, as 32 bytes in order.
-inline __m256i spread_two_bits(uint64_t packed) {
-    auto eight = [&](int i) { return (long long)_pdep_u64(packed >> 16 * i, 0x0303030303030303); };
-    return _mm256_setr_epi64x(eight(0), eight(1), eight(2), eight(3));
-}
-
 // Nibbles of 8 bytes, as 16 bytes in order.
 inline __m128i spread_nibbles(uint64_t packed) {
-    return _mm_set_epi64x((long long)_pdep_u64(packed >> 32, 0x0f0f0f0f0f0f0f0f), (long long)_pdep_u64(packed, 0x0f0f0f0f0f0f0f0f));
+    auto eight = [](uint64_t four) { return (long long)_pdep_u64(four, 0x0f0f0f0f0f0f0f0f); };
+    return _mm_set_epi64x(eight(packed >> 32), eight(packed));
 }
 #endif
 
 #if TANDEM_AVX512
-template <class Id>
-inline __m512i eight_rows(const uint8_t (*table)[8], const Id* id) {
-    return _mm512_inserti64x4(_mm512_castsi256_si512(four_rows(table, id)), four_rows(table, id + 4), 1);
+// Row numbers in 16-bit words: four in first, four in second.
+inline __m512i eight_rows(const uint8_t (*table)[8], uint64_t first, uint64_t second) {
+    auto four = [&](uint64_t ids) {
+        const uint32_t low = uint32_t(ids), high = uint32_t(ids >> 32);
+        return four_rows(table, [&](int i) {
+            const uint32_t two = i < 2 ? low : high;
+            return i % 2 ? two >> 16 : two & 0xffff;
+        });
+    };
+    return _mm512_inserti64x4(_mm512_castsi256_si512(four(first)), four(second), 1);
 }
+
+// Four bytes as 16-bit words.
+inline uint64_t four_words(const uint8_t* p) { return _pdep_u64(read_as<uint32_t>(p), 0x00ff00ff00ff00ff); }
 
 inline __m512i negate(__m512i q, uint64_t where) { return _mm512_mask_sub_epi8(q, where, _mm512_setzero_si512(), q); }
 
@@ -56,32 +69,58 @@ inline __m512 half_plus_nibbles(float d, const uint8_t* packed) {
     return _mm512_mul_ps(_mm512_set1_ps(d), _mm512_add_ps(s, _mm512_set1_ps(0.5f)));
 }
 
-// 64 rows of 4 values from a table given by columns, as 4 units in order. id: row numbers modulo 256; upper: rows + 256.
-template <int Rows>
-inline void look_up_rows(const uint8_t (*columns)[Rows], __m512i id, uint64_t upper, __m512i* q) {
-    // Interleaving works inside 16-byte lanes: put the numbers where their values will be wanted.
-    const __m512i turn = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    id = _mm512_permutexvar_epi32(turn, id);
-    const __mmask64 second = _mm512_movepi8_mask(id);
-    [[maybe_unused]] __mmask64 third = 0;
-    if constexpr (Rows > 256) third = _mm512_movepi8_mask(_mm512_permutexvar_epi32(turn, _mm512_movm_epi8(upper)));
+// Interleaving works within lanes of 128 bits; transposing 4 lanes x 4 dwords before it puts the results in order.
+inline __m512i transpose_lanes(__m512i v) {
+    return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), v);
+}
+
+inline __m512i look_up_256(const uint8_t* table, __m512i codes) {
+    auto half = [&](const uint8_t* t) {
+        return _mm512_permutex2var_epi8(_mm512_load_si512(t), codes, _mm512_load_si512(t + 64));
+    };
+    return _mm512_mask_blend_epi8(_mm512_movepi8_mask(codes), half(table), half(table + 128));
+}
+
+// 64 rows of IQ3_XXS, as 4 units in order.
+inline void look_up_iq3xxs(__m512i ids, __m512i* q) {
+    ids = transpose_lanes(ids);
     __m512i column[4];
-    for (int c = 0; c < 4; c++) {
-        auto half = [&](int from) {
-            const uint8_t* t = columns[c] + from;
-            const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(t), id, _mm512_load_si512(t + 64));
-            const __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(t + 128), id, _mm512_load_si512(t + 192));
-            return _mm512_mask_blend_epi8(second, low, high);
-        };
-        column[c] = half(0);
-        if constexpr (Rows > 256) column[c] = _mm512_mask_blend_epi8(third, column[c], half(256));
+    for (int c = 0; c < 4; c++) column[c] = look_up_256(grids.iq3xxs_columns[c], ids);
+    const __m512i first[2] = {_mm512_unpacklo_epi8(column[0], column[1]), _mm512_unpackhi_epi8(column[0], column[1])};
+    const __m512i second[2] = {_mm512_unpacklo_epi8(column[2], column[3]), _mm512_unpackhi_epi8(column[2], column[3])};
+    for (int i = 0; i < 2; i++) {
+        q[2 * i] = _mm512_unpacklo_epi16(first[i], second[i]);
+        q[2 * i + 1] = _mm512_unpackhi_epi16(first[i], second[i]);
     }
-    const __m512i low01 = _mm512_unpacklo_epi8(column[0], column[1]), high01 = _mm512_unpackhi_epi8(column[0], column[1]);
-    const __m512i low23 = _mm512_unpacklo_epi8(column[2], column[3]), high23 = _mm512_unpackhi_epi8(column[2], column[3]);
-    q[0] = _mm512_unpacklo_epi16(low01, low23);
-    q[1] = _mm512_unpackhi_epi16(low01, low23);
-    q[2] = _mm512_unpacklo_epi16(high01, high23);
-    q[3] = _mm512_unpackhi_epi16(high01, high23);
+}
+
+// The codebook of IQ3_S with two values a byte, which halves the look-ups: [0] has values 0 and 2, [1] has 1 and 3.
+struct PackedIq3s {
+    alignas(64) uint8_t pairs[2][512];
+};
+
+[[gnu::noinline, gnu::cold]] inline PackedIq3s pack_iq3s() {
+    assert(grids.iq3s[0][0] && "codebooks are used before they are handed over");
+    PackedIq3s packed;
+    for (int i = 0; i < 512; i++)
+        for (int j = 0; j < 2; j++) packed.pairs[j][i] = uint8_t(grids.iq3s[i][j] | grids.iq3s[i][j + 2] << 4);
+    return packed;
+}
+
+// 64 rows of IQ3_S, as 4 units in order. id: row numbers modulo 256; upper: rows + 256.
+inline void look_up_iq3s(__m512i ids, uint64_t upper, __m512i* q) {
+    static const PackedIq3s packed = pack_iq3s();
+    __m512i rows[2];
+    for (int i = 0; i < 2; i++) {
+        const __m512i low = look_up_256(packed.pairs[i], ids), high = look_up_256(packed.pairs[i] + 256, ids);
+        rows[i] = transpose_lanes(_mm512_mask_blend_epi8(upper, low, high));
+    }
+    const __m512i pairs[2] = {_mm512_unpacklo_epi8(rows[0], rows[1]), _mm512_unpackhi_epi8(rows[0], rows[1])};
+    for (int i = 0; i < 2; i++) {
+        const __m512i first = keep(pairs[i], 15), second = keep(_mm512_srli_epi16(pairs[i], 4), 15);
+        q[2 * i] = _mm512_unpacklo_epi16(first, second);
+        q[2 * i + 1] = _mm512_unpackhi_epi16(first, second);
+    }
 }
 #elif TANDEM_AVX2
 // Values whose bit of `where` is set, negated.
@@ -102,6 +141,15 @@ inline uint32_t even_signs(uint32_t word) {
     return sevens | (folded & 0x01010101) << 7;
 }
 
+// The sign bytes of 32 seven-bit numbers, each in the low bits of its byte.
+inline __m256i even_signs(__m256i numbers) {
+    const __m128i odd = _mm_setr_epi8(0, -128, -128, 0, -128, 0, 0, -128, -128, 0, 0, -128, 0, -128, -128, 0);
+    const __m256i parity = _mm256_broadcastsi128_si256(odd);
+    const __m256i low = _mm256_shuffle_epi8(parity, keep(numbers, 15));
+    const __m256i high = _mm256_shuffle_epi8(parity, keep(_mm256_srli_epi16(numbers, 4), 15));
+    return _mm256_or_si256(numbers, _mm256_xor_si256(low, high));
+}
+
 // d * (0.5 + nibble), 16 of them
 inline void half_plus_nibbles(float d, const uint8_t* packed, float* scale) {
     const __m128i s = spread_nibbles(read_as<uint64_t>(packed));
@@ -117,10 +165,10 @@ inline void half_plus_tops(float d, __m256i words, float* scale) {
     _mm256_storeu_ps(scale, _mm256_mul_ps(_mm256_set1_ps(d), _mm256_add_ps(codes, _mm256_set1_ps(0.5f))));
 }
 
-// Eight rows of 4 values.
+// Eight rows of 4 values; id(i) is the number of the i-th.
 template <class Id>
-inline __m256i eight_short_rows(const uint8_t (*table)[4], const Id* id) {
-    auto row = [&](int i) { return int(read_as<int32_t>(table[id[i]])); };
+inline __m256i eight_short_rows(const uint8_t (*table)[4], Id id) {
+    auto row = [&](int i) { return int(read_as<int32_t>(table[id(i)])); };
     return _mm256_setr_epi32(row(0), row(1), row(2), row(3), row(4), row(5), row(6), row(7));
 }
 #endif
@@ -148,7 +196,8 @@ struct IQ2_XXS {
         _mm256_store_si256((__m256i*)signs, even_signs(four_sevens(words)));
         for (int u = 0; u < 4; u++) {
             const uint8_t* ids = p + 2 + 16 * u;
-            const __m256i low = four_rows(grids.iq2xxs, ids), high = four_rows(grids.iq2xxs, ids + 8);
+            const __m256i low = four_rows(grids.iq2xxs, [&](int i) { return ids[i]; });
+            const __m256i high = four_rows(grids.iq2xxs, [&](int i) { return ids[8 + i]; });
             s.q[u] = negate(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1), signs[u]);
         }
         const __m256 codes = _mm256_cvtepi32_ps(_mm256_srli_epi32(words, 28));
@@ -162,7 +211,8 @@ struct IQ2_XXS {
         half_plus_tops(read_half(b) * 0.25f, words, scale);
         for (int g = 0; g < 8; g++) {
             const uint32_t word = read_as<uint32_t>(b + 6 + 8 * g);
-            store32(q + 32 * g, negate(four_rows(grids.iq2xxs, b + 2 + 8 * g), even_signs(word)));
+            const auto id = [&](int i) { return b[2 + 8 * g + i]; };
+            store32(q + 32 * g, negate(four_rows(grids.iq2xxs, id), even_signs(word)));
         }
     }
 #endif
@@ -185,21 +235,24 @@ struct IQ2_XS {
         const __m512i words = _mm512_loadu_si512(p + 2);
         alignas(32) uint64_t signs[4];
         _mm256_store_si256((__m256i*)signs, even_signs(_mm512_cvtepi16_epi8(_mm512_srli_epi16(words, 9))));
-        alignas(64) uint16_t ids[32];
-        _mm512_store_si512(ids, _mm512_and_si512(words, _mm512_set1_epi16(511)));
-        for (int u = 0; u < 4; u++) s.q[u] = negate(eight_rows(grids.iq2xs, ids + 8 * u), signs[u]);
+        for (int u = 0; u < 4; u++) {
+            auto ids = [&](int i) { return read_as<uint64_t>(p + 2 + 16 * u + 8 * i) & 0x01ff01ff01ff01ff; };
+            s.q[u] = negate(eight_rows(grids.iq2xs, ids(0), ids(1)), signs[u]);
+        }
         s.scale = half_plus_nibbles(read_half(p) * 0.25f, p + 66);
         return s;
     }
 #elif TANDEM_AVX2
     static void unpack_avx2(const uint8_t* b, int8_t* q, float* scale, float*) {
         half_plus_nibbles(read_half(b) * 0.25f, b + 66, scale);
+        alignas(32) uint32_t signs[8];
+        const __m256i first = _mm256_srli_epi16(load32(b + 2), 9), second = _mm256_srli_epi16(load32(b + 34), 9);
+        const __m256i numbers = _mm256_permute4x64_epi64(_mm256_packus_epi16(first, second), 0xd8);
+        _mm256_store_si256((__m256i*)signs, even_signs(numbers));
         for (int g = 0; g < 8; g++) {
             const uint64_t words = read_as<uint64_t>(b + 2 + 8 * g);
-            const uint16_t ids[4] = {uint16_t(words & 511), uint16_t(words >> 16 & 511), uint16_t(words >> 32 & 511),
-                                     uint16_t(words >> 48 & 511)};
-            const uint32_t sevens = uint32_t(_pext_u64(words, 0xfe00fe00fe00fe00));
-            store32(q + 32 * g, negate(four_rows(grids.iq2xs, ids), even_signs(sevens)));
+            const auto id = [&](int i) { return words >> 16 * i & 511; };
+            store32(q + 32 * g, negate(four_rows(grids.iq2xs, id), signs[g]));
         }
     }
 #endif
@@ -219,28 +272,24 @@ struct IQ2_S {
 #if TANDEM_AVX512
     static Span<4, 16> load(const uint8_t* p) {
         Span<4, 16> s;
-        const __m512i low = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)(p + 2)));
-        const __m512i high = _mm512_slli_epi16(_mm512_cvtepu8_epi16(spread_two_bits(read_as<uint64_t>(p + 66))), 8);
-        alignas(64) uint16_t ids[32];
-        _mm512_store_si512(ids, _mm512_or_si512(low, high));
-        for (int u = 0; u < 4; u++)
-            s.q[u] = negate(eight_rows(grids.iq2s, ids + 8 * u), read_as<uint64_t>(p + 34 + 8 * u));
+        for (int u = 0; u < 4; u++) {
+            auto ids = [&](int i) {
+                return four_words(p + 2 + 8 * u + 4 * i) | _pdep_u64(p[66 + 2 * u + i], 0x0300030003000300);
+            };
+            s.q[u] = negate(eight_rows(grids.iq2s, ids(0), ids(1)), read_as<uint64_t>(p + 34 + 8 * u));
+        }
         s.scale = half_plus_nibbles(read_half(p) * 0.25f, p + 74);
         return s;
     }
 #elif TANDEM_AVX2
     static void unpack_avx2(const uint8_t* b, int8_t* q, float* scale, float*) {
         half_plus_nibbles(read_half(b) * 0.25f, b + 74, scale);
-        const __m256i high = spread_two_bits(read_as<uint64_t>(b + 66)), low = load32(b + 2);
-        alignas(32) uint16_t ids[32];
-        for (int h = 0; h < 2; h++) {
-            const __m128i l = h ? _mm256_extracti128_si256(low, 1) : _mm256_castsi256_si128(low);
-            const __m128i u = h ? _mm256_extracti128_si256(high, 1) : _mm256_castsi256_si128(high);
-            const __m256i joined = _mm256_or_si256(_mm256_cvtepu8_epi16(l), _mm256_slli_epi16(_mm256_cvtepu8_epi16(u), 8));
-            _mm256_store_si256((__m256i*)(ids + 16 * h), joined);
+        for (int g = 0; g < 8; g++) {
+            const uint8_t* low = b + 2 + 4 * g;
+            const uint32_t high = b[66 + g];
+            const auto id = [&](int i) { return low[i] | (high << (8 - 2 * i) & 0x300); };
+            store32(q + 32 * g, negate(four_rows(grids.iq2s, id), read_as<uint32_t>(b + 34 + 4 * g)));
         }
-        for (int g = 0; g < 8; g++)
-            store32(q + 32 * g, negate(four_rows(grids.iq2s, ids + 4 * g), read_as<uint32_t>(b + 34 + 4 * g)));
     }
 #endif
 };
@@ -265,7 +314,7 @@ struct IQ3_XXS {
         const __m256i words = _mm256_loadu_si256((const __m256i*)(p + 66));
         alignas(32) uint64_t signs[4];
         _mm256_store_si256((__m256i*)signs, even_signs(four_sevens(words)));
-        look_up_rows(grids.iq3xxs_columns, _mm512_loadu_si512(p + 2), 0, s.q);
+        look_up_iq3xxs(_mm512_loadu_si512(p + 2), s.q);
         for (int u = 0; u < 4; u++) s.q[u] = negate(s.q[u], signs[u]);
         const __m256 codes = _mm256_cvtepi32_ps(_mm256_srli_epi32(words, 28));
         s.scale = _mm256_mul_ps(_mm256_set1_ps(read_half(p) * 0.5f), _mm256_add_ps(codes, _mm256_set1_ps(0.5f)));
@@ -276,7 +325,8 @@ struct IQ3_XXS {
         half_plus_tops(read_half(b) * 0.5f, load32(b + 66), scale);
         for (int g = 0; g < 8; g++) {
             const uint32_t word = read_as<uint32_t>(b + 66 + 4 * g);
-            store32(q + 32 * g, negate(eight_short_rows(grids.iq3xxs, b + 2 + 8 * g), even_signs(word)));
+            const auto id = [&](int i) { return b[2 + 8 * g + i]; };
+            store32(q + 32 * g, negate(eight_short_rows(grids.iq3xxs, id), even_signs(word)));
         }
     }
 #endif
@@ -296,7 +346,7 @@ struct IQ3_S {
 #if TANDEM_AVX512
     static Span<4, 8> load(const uint8_t* p) {
         Span<4, 8> s;
-        look_up_rows(grids.iq3s_columns, _mm512_loadu_si512(p + 2), read_as<uint64_t>(p + 66), s.q);
+        look_up_iq3s(_mm512_loadu_si512(p + 2), read_as<uint64_t>(p + 66), s.q);
         for (int u = 0; u < 4; u++) s.q[u] = negate(s.q[u], read_as<uint64_t>(p + 74 + 8 * u));
         const uint64_t codes = _pdep_u64(read_as<uint32_t>(p + 106), 0x1e1e1e1e1e1e1e1e) | 0x0101010101010101;
         s.scale = _mm256_mul_ps(half_times_8(p), bytes_to_float8(codes));
@@ -307,10 +357,10 @@ struct IQ3_S {
         const uint64_t codes = _pdep_u64(read_as<uint32_t>(b + 106), 0x1e1e1e1e1e1e1e1e) | 0x0101010101010101;
         _mm256_storeu_ps(scale, _mm256_mul_ps(_mm256_set1_ps(read_half(b)), bytes_to_float8(codes)));
         for (int g = 0; g < 8; g++) {
-            const uint64_t high = _pdep_u64(b[66 + g], 0x0101010101010101);
-            uint16_t ids[8];
-            for (int i = 0; i < 8; i++) ids[i] = uint16_t(b[2 + 8 * g + i] | (high >> 8 * i & 1) << 8);
-            store32(q + 32 * g, negate(eight_short_rows(grids.iq3s, ids), read_as<uint32_t>(b + 74 + 4 * g)));
+            const uint8_t* low = b + 2 + 8 * g;
+            const uint32_t high = b[66 + g];
+            const auto id = [&](int i) { return low[i] | (high << (8 - i) & 256); };
+            store32(q + 32 * g, negate(eight_short_rows(grids.iq3s, id), read_as<uint32_t>(b + 74 + 4 * g)));
         }
     }
 #endif
@@ -338,7 +388,8 @@ struct IQ1_S {
         const __m256i codes = _mm256_and_si256(_mm256_srli_epi32(wide, 12), _mm256_set1_epi32(7));
         const __m256 odd = _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_add_epi32(codes, codes), _mm256_set1_epi32(1)));
         *scale = _mm256_mul_ps(_mm256_set1_ps(d), odd);
-        const __m256 shift = _mm256_blendv_ps(_mm256_set1_ps(-0.875f), _mm256_set1_ps(-1.125f), _mm256_castsi256_ps(wide));
+        const __m256 up = _mm256_set1_ps(-0.875f), down = _mm256_set1_ps(-1.125f);
+        const __m256 shift = _mm256_blendv_ps(up, down, _mm256_castsi256_ps(wide));
         *bias = _mm256_mul_ps(*scale, shift);
     }
 #endif
@@ -346,16 +397,14 @@ struct IQ1_S {
     static Span<4, 8> load(const uint8_t* p) {
         Span<4, 8> s;
         const __m128i packed = _mm_loadu_si128((const __m128i*)(p + 34));
-        // The high bits of four row numbers lie in one word, 3 bits each.
-        alignas(64) uint16_t ids[32];
-        const __m512i words = _mm512_permutexvar_epi16(
-            _mm512_setr_epi64(0, 0x0001000100010001, 0x0002000200020002, 0x0003000300030003, 0x0004000400040004,
-                              0x0005000500050005, 0x0006000600060006, 0x0007000700070007),
-            _mm512_castsi128_si512(packed));
-        const __m512i high = _mm512_and_si512(_mm512_srlv_epi16(words, _mm512_set1_epi64(0x0009000600030000)), _mm512_set1_epi16(7));
-        const __m512i low = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)(p + 2)));
-        _mm512_store_si512(ids, _mm512_or_si512(low, _mm512_slli_epi16(high, 8)));
-        for (int u = 0; u < 4; u++) s.q[u] = eight_rows(grids.iq1s, ids + 8 * u);
+        for (int u = 0; u < 4; u++) {
+            // The high bits of four row numbers lie in one word, 3 bits each.
+            auto ids = [&](int i) {
+                const uint64_t high = _pdep_u64(read_as<uint16_t>(p + 34 + 4 * u + 2 * i), 0x0700070007000700);
+                return four_words(p + 2 + 8 * u + 4 * i) | high;
+            };
+            s.q[u] = eight_rows(grids.iq1s, ids(0), ids(1));
+        }
         scale_and_shift(read_half(p), packed, &s.scale, &s.bias);
         return s;
     }
@@ -366,11 +415,10 @@ struct IQ1_S {
         _mm256_storeu_ps(scale, scales);
         _mm256_storeu_ps(bias, biases);
         for (int g = 0; g < 8; g++) {
-            const uint32_t word = read_as<uint16_t>(b + 34 + 2 * g), low = read_as<uint32_t>(b + 2 + 4 * g);
-            const uint32_t high = _pdep_u32(word, 0x07070707);
-            const uint16_t ids[4] = {uint16_t((low & 255) | (high & 255) << 8), uint16_t((low >> 8 & 255) | (high & 0xff00)),
-                                     uint16_t((low >> 16 & 255) | (high >> 8 & 0xff00)), uint16_t(low >> 24 | (high >> 16 & 0xff00))};
-            store32(q + 32 * g, four_rows(grids.iq1s, ids));
+            const uint8_t* low = b + 2 + 4 * g;
+            const uint32_t word = read_as<uint16_t>(b + 34 + 2 * g);
+            const auto id = [&](int i) { return low[i] | (word >> 3 * i & 7) << 8; };
+            store32(q + 32 * g, four_rows(grids.iq1s, id));
         }
     }
 #endif
@@ -398,17 +446,17 @@ struct IQ1_M {
 #if TANDEM_AVX512
     static Span<4, 16> load(const uint8_t* p) {
         Span<4, 16> s;
-        const __m256i nibbles = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)(p + 32)));
-        // Each byte -> two bytes with a nibble each.
-        const __m256i both = _mm256_and_si256(_mm256_or_si256(nibbles, _mm256_slli_epi16(nibbles, 4)), _mm256_set1_epi8(15));
-        const __m512i wide = _mm512_cvtepu8_epi16(both), low = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)p));
-        alignas(64) uint16_t ids[32];
-        _mm512_store_si512(ids, _mm512_or_si512(low, _mm512_slli_epi16(_mm512_and_si512(wide, _mm512_set1_epi16(7)), 8)));
-        const uint32_t down = _mm512_test_epi16_mask(wide, _mm512_set1_epi16(8));
+        // Per 8 values: whether the shift is up, that is bit 3 of the nibble clear.
+        const __m128i nibbles = _mm_loadu_si128((const __m128i*)(p + 32));
+        const uint32_t even = _mm_movepi8_mask(_mm_slli_epi16(nibbles, 4)), uneven = _mm_movepi8_mask(nibbles);
+        const uint32_t up = ~(_pdep_u32(even, 0x55555555) | _pdep_u32(uneven, 0xaaaaaaaa));
         for (int u = 0; u < 4; u++) {
-            const __m512i eights = _mm512_slli_epi16(eight_rows(grids.iq1s, ids + 8 * u), 3);
-            const __m512i twos = _mm512_maskz_set1_epi64(__mmask8(~(down >> 8 * u)), 0x0202020202020202);
-            s.q[u] = _mm512_add_epi8(eights, twos);
+            auto ids = [&](int i) {
+                const uint64_t high = _pdep_u64(read_as<uint16_t>(p + 32 + 4 * u + 2 * i), 0x0f000f000f000f00);
+                return four_words(p + 8 * u + 4 * i) | (high & 0x0700070007000700);
+            };
+            const __m512i eights = _mm512_slli_epi16(eight_rows(grids.iq1s, ids(0), ids(1)), 3);
+            s.q[u] = _mm512_add_epi8(eights, _mm512_maskz_set1_epi64(__mmask8(up >> 8 * u), 0x0202020202020202));
         }
         const uint64_t threes = _pext_u64(read_as<uint64_t>(p + 48), 0x0fff0fff0fff0fff);
         auto odd = [&](uint64_t bits) { return (long long)(_pdep_u64(bits, 0x0e0e0e0e0e0e0e0e) | 0x0101010101010101); };
@@ -420,19 +468,19 @@ struct IQ1_M {
     static void unpack_avx2(const uint8_t* b, int8_t* q, float* scale, float*) {
         const uint64_t threes = _pext_u64(read_as<uint64_t>(b + 48), 0x0fff0fff0fff0fff);
         const __m256 d = _mm256_set1_ps(eighth_of_d(b));
+        const __m256i bit_3 = _mm256_setr_epi64x(8, 128, 8 << 8, 128 << 8);
         for (int h = 0; h < 2; h++) {
             const uint64_t odd = _pdep_u64(threes >> 24 * h, 0x0e0e0e0e0e0e0e0e) | 0x0101010101010101;
             _mm256_storeu_ps(scale + 8 * h, _mm256_mul_ps(d, bytes_to_float8(odd)));
         }
         for (int g = 0; g < 8; g++) {
-            const uint32_t nibbles = _pdep_u32(read_as<uint16_t>(b + 32 + 2 * g), 0x0f0f0f0f), high = nibbles & 0x07070707;
-            const uint32_t low = read_as<uint32_t>(b + 4 * g);
-            const uint16_t ids[4] = {uint16_t((low & 255) | (high & 255) << 8), uint16_t((low >> 8 & 255) | (high & 0xff00)),
-                                     uint16_t((low >> 16 & 255) | (high >> 8 & 0xff00)), uint16_t(low >> 24 | (high >> 16 & 0xff00))};
-            const __m256i eights = _mm256_slli_epi16(four_rows(grids.iq1s, ids), 3);
+            const uint8_t* low = b + 4 * g;
+            const uint32_t nibbles = read_as<uint16_t>(b + 32 + 2 * g);
+            const auto id = [&](int i) { return low[i] | (nibbles >> 4 * i & 7) << 8; };
+            const __m256i eights = _mm256_slli_epi16(four_rows(grids.iq1s, id), 3);
             // 2 where the shift is up: bit 3 of the nibble is clear.
-            const __m256i up = _mm256_cvtepi8_epi64(_mm_cvtsi32_si128(int((~nibbles & 0x08080808) >> 2)));
-            const __m256i twos = _mm256_shuffle_epi8(up, _mm256_setr_epi64x(0, 0x0808080808080808, 0, 0x0808080808080808));
+            const __m256i down = _mm256_cmpeq_epi64(_mm256_and_si256(_mm256_set1_epi64x(nibbles), bit_3), bit_3);
+            const __m256i twos = _mm256_andnot_si256(down, _mm256_set1_epi8(2));
             store32(q + 32 * g, _mm256_add_epi8(eights, twos));
         }
     }
@@ -476,7 +524,8 @@ struct IQ4_XS {
     static Span<4, 8> load(const uint8_t* p) {
         Span<4, 8> s;
         // 64 bytes are four groups of 16: the unit's groups are (low, high) of two of them.
-        const __m512i lower = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), upper = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+        const __m512i lower = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
+        const __m512i upper = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
         for (int h = 0; h < 2; h++) {
             const __m512i packed = _mm512_loadu_si512(p + 8 + 64 * h);
             const __m512i low = look_up(grids.iq4nl, keep(packed, 15));
