@@ -75,7 +75,8 @@ def main() -> None:
     for name in args.types:
         types[name] = measure(pool, name, args.cols, args.size_mb << 20, args.repeats)
         print(f"{name:8}", *(f"{value:14}" for value in types[name].values()), file=sys.stderr, flush=True)
-    print(json.dumps({"isa": library.isa, "threads": args.threads, "cols": args.cols, "ram_read_gb_s": ram, "types": types}))
+    setup = {"isa": library.isa, "threads": args.threads, "cols": args.cols, "ram_read_gb_s": ram}
+    print(json.dumps({**setup, "types": types}))
 
 
 if __name__ == "__main__":

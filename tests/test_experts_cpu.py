@@ -75,7 +75,9 @@ def expected(x, ids, weights, experts):
     return out
 
 
-@pytest.mark.parametrize("types", [(F32,) * 3, (Q4_K, Q4_K, Q6_K), (IQ4_XS, Q4_0, Q4_0), (NVFP4,) * 3, (Q4_K, Q6_K, F16)])
+@pytest.mark.parametrize(
+    "types", [(F32,) * 3, (Q4_K, Q4_K, Q6_K), (IQ4_XS, Q4_0, Q4_0), (NVFP4,) * 3, (Q4_K, Q6_K, F16)]
+)
 @pytest.mark.parametrize("isa", AVAILABLE)
 def test_the_sum_over_chosen_experts_equals_the_definition(isa, types):
     experts = make_experts(types)

@@ -1,4 +1,4 @@
-"""Matrix products of the CPU library against float64 products with activations rounded to int8, on every instruction set."""
+"""Matrix products of the CPU library against float64 products of int8 activations, on every instruction set."""
 
 import ctypes
 import mmap
@@ -37,7 +37,8 @@ def make_weight(ggml_type, shape, seed=0, spare_bytes=0, scale=None):
 
 
 def values(weight):
-    return unpack_tensor(np.ascontiguousarray(weight.blocks).reshape(-1), weight.ggml_type, weight.shape).astype(np.float64)
+    blocks = np.ascontiguousarray(weight.blocks).reshape(-1)
+    return unpack_tensor(blocks, weight.ggml_type, weight.shape).astype(np.float64)
 
 
 def rounded(x):
@@ -98,7 +99,8 @@ def test_rows_of_blocks_unpack_to_what_numpy_says(isa, ggml_type):
     weight = make_weight(ggml_type, (4, cols))
     found = np.full((4, cols), np.nan, np.float32)
     for row, out in zip(np.ascontiguousarray(weight.blocks), found, strict=True):
-        native.lib.tandem_unpack_row(ggml_type, row.ctypes.data_as(ctypes.c_void_p), ctypes.c_int64(cols), out.ctypes.data_as(ctypes.c_void_p))
+        pointers = [array.ctypes.data_as(ctypes.c_void_p) for array in (row, out)]
+        native.lib.tandem_unpack_row(ggml_type, pointers[0], ctypes.c_int64(cols), pointers[1])
     wanted = values(weight)
     assert np.max(np.abs(found - wanted)) <= 1e-6 * np.max(np.abs(wanted))
 
@@ -179,12 +181,14 @@ def test_the_number_of_threads_does_not_change_a_bit(isa, rows):
 @pytest.mark.parametrize("isa", AVAILABLE)
 def test_extreme_codes_do_not_saturate(isa):
     native = load(isa)
-    for name, fill in (("Q8_0", 0x80), ("Q8_0", 0x7F), ("Q6_K", 0xFF), ("Q5_1", 0xFF), ("IQ4_NL", 0x00), ("Q4_K", 0xFF)):
+    # Where the codes of each type lie in its block.
+    codes = {"Q8_0": (2, 34), "Q6_K": (0, 192), "Q5_1": (4, 24), "IQ4_NL": (2, 18), "Q4_K": (16, 144)}
+    extremes = ("Q8_0", 0x80), ("Q8_0", 0x7F), ("Q6_K", 0xFF), ("Q5_1", 0xFF), ("IQ4_NL", 0x00), ("Q4_K", 0xFF)
+    for name, fill in extremes:
         ggml_type = next(t for t, form in FORMATS.items() if form.name == name)
         weight = make_weight(ggml_type, (33, 256))
         blocks = weight.blocks.reshape(-1, FORMATS[ggml_type].block_bytes)
-        codes = {"Q8_0": slice(2, 34), "Q6_K": slice(0, 192), "Q5_1": slice(4, 24), "IQ4_NL": slice(2, 18), "Q4_K": slice(16, 144)}
-        blocks[:, codes[name]] = fill
+        blocks[:, slice(*codes[name])] = fill
         weight = Weight("w", weight.shape, ggml_type, blocks.reshape(weight.shape[0], -1))
         for rows in (1, 9):
             for sign in (1, -1):
@@ -204,7 +208,7 @@ def test_residual_scale_and_gated_activation(isa, rows):
 
     gate, up = make_weight(2, (70, 320), seed=3), make_weight(3, (70, 320), seed=4)
     for activation in ("silu", "gelu_tanh"):
-        (found,) = run(native, 2, [x], lambda p, a: [record_gate_up(p, a, gate, up, activation)])
+        (found,) = run(native, 2, [x], lambda p, a, name=activation: [record_gate_up(p, a, gate, up, name)])
         g, u = expected(x, gate), expected(x, up)
         with np.errstate(over="ignore"):
             if activation == "silu":

@@ -1,4 +1,4 @@
-"""Records the mixture of experts into a program of the CPU library: argument struct and record function of `experts.cpp`.
+"""Records the mixture of experts into a program of the CPU library: struct and record function of `experts.cpp`.
 
 In: recorded rows and their routing. Out: float32 rows.
 """
@@ -36,7 +36,7 @@ class ExpertsArgs(ctypes.Structure):
 def record_experts(
     program: Program, x: Buffer, ids: Buffer, weights: Buffer, gate: Weight, up: Weight, down: Weight, activation: str
 ) -> Buffer:
-    """sum over choices a, in order, of weights[:, a] * down_e(activation(gate_e x) * up_e x), e = ids[:, a] -> [T, hidden].
+    """sum over a, in order, of weights[:, a] * down_e(activation(gate_e x) * up_e x) with e = ids[:, a] -> [T, hidden].
 
     ids int32 [T, k] in 0..experts-1, distinct within a row; weights float32 [T, k]; gate, up [experts, size, K],
     down [experts, hidden, size]. Raises ShapeError.

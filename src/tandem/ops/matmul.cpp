@@ -125,7 +125,8 @@ TANDEM_OP(gate_up, MatmulArgs) {
     const int64_t most = few ? std::min(kMostAtOnce, (width + kUnit - 1) / kUnit * kUnit) : kPanel;
     const int64_t own_bytes = few ? align64(rows * ActLayout(cols).bytes) : 0;
     const int64_t tile_bytes = align64(rows * most * 4);
-    uint8_t* scratch = team.scratch(size_t(RowPointers::bytes(rows) + own_bytes + 2 * tile_bytes) + panel_scratch_bytes());
+    uint8_t* scratch =
+        team.scratch(size_t(RowPointers::bytes(rows) + own_bytes + 2 * tile_bytes) + panel_scratch_bytes());
     uint8_t* own = scratch + RowPointers::bytes(rows);
     float* gate = (float*)(own + own_bytes);
     float* up = (float*)(own + own_bytes + tile_bytes);

@@ -8,7 +8,7 @@ import functools
 
 import numpy as np
 
-from tandem.errors import FormatError, ShapeError, SettingError, nearest
+from tandem.errors import FormatError, SettingError, ShapeError, nearest
 from tandem.native import Native
 from tandem.ops.base import Weight
 from tandem.ops.program import Buffer, Program
@@ -78,7 +78,8 @@ def weight_args(program: Program, weight: Weight) -> WeightArgs:
     blocks = weight.blocks
     expected = (*weight.shape[:-1], row_bytes)
     if cols % form.block_values or blocks.shape != expected or blocks.dtype != np.uint8 or blocks.strides[-1] != 1:
-        raise ShapeError(f"{weight.name}: {form.name} {weight.shape} needs uint8 {expected}, has {blocks.dtype} {blocks.shape}")
+        found = f"{blocks.dtype} {blocks.shape}"
+        raise ShapeError(f"{weight.name}: {form.name} {weight.shape} needs uint8 {expected}, has {found}")
     hand_over_grids(program.native)
     args = WeightArgs(data=program.address(blocks), rows=rows, cols=cols, type=weight.ggml_type)
     args.row_stride_bytes = blocks.strides[-2]

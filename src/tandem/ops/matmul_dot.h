@@ -164,7 +164,8 @@ struct Step {
     void offset_to_bias() {
         if constexpr (F::offset != 0)
             for (int v = 0; v < vectors; v++)
-                _mm256_store_ps(bias + 8 * v, _mm256_mul_ps(_mm256_load_ps(scale + 8 * v), _mm256_set1_ps(-float(F::offset))));
+                _mm256_store_ps(bias + 8 * v,
+                                _mm256_mul_ps(_mm256_load_ps(scale + 8 * v), _mm256_set1_ps(-float(F::offset))));
     }
 
     // Adds the products with values k .. k + 32 * units of one activation row.
@@ -174,14 +175,17 @@ struct Step {
         const float* x_sum = (const float*)(record + (F::group == 32 ? at.sum32 : at.sum16)) + k / F::group;
         alignas(32) float joint[groups];
         for (int v = 0; v < vectors; v++)
-            _mm256_store_ps(joint + 8 * v, _mm256_mul_ps(_mm256_load_ps(scale + 8 * v), _mm256_loadu_ps(x_scale + 8 * v)));
+            _mm256_store_ps(joint + 8 * v,
+                            _mm256_mul_ps(_mm256_load_ps(scale + 8 * v), _mm256_loadu_ps(x_scale + 8 * v)));
         __m256 sum[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
         for (int u = 0; u < units; u++) {
             const __m256i x = _mm256_loadu_si256((const __m256i*)(record + at.plain + k + 32 * u));
             const __m256 value = _mm256_cvtepi32_ps(dot32<F>(_mm256_load_si256((const __m256i*)(q + 32 * u)), x));
             __m256 lane_scale;
             if constexpr (F::group == 32) lane_scale = _mm256_broadcast_ss(joint + u);
-            else lane_scale = _mm256_insertf128_ps(_mm256_broadcast_ss(joint + 2 * u), _mm_broadcast_ss(joint + 2 * u + 1), 1);
+            else
+                lane_scale =
+                    _mm256_insertf128_ps(_mm256_broadcast_ss(joint + 2 * u), _mm_broadcast_ss(joint + 2 * u + 1), 1);
             sum[u % 2] = _mm256_fmadd_ps(value, lane_scale, sum[u % 2]);
         }
         products = _mm256_add_ps(products, _mm256_add_ps(sum[0], sum[1]));

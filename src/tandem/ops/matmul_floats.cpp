@@ -48,7 +48,8 @@ void tile(const uint8_t* w, int64_t stride, int64_t cols, const float* const* x,
 }
 
 template <class Row, int N>
-void strip(const uint8_t* w, int64_t stride, int64_t cols, const float* const* x, int64_t n_acts, float* out, int64_t ld) {
+void strip(const uint8_t* w, int64_t stride, int64_t cols, const float* const* x, int64_t n_acts, float* out,
+           int64_t ld) {
     for (; n_acts >= 4; n_acts -= 4, x += 4, out += 4 * ld) tile<Row, N, 4>(w, stride, cols, x, out, ld);
     if (n_acts == 3) tile<Row, N, 3>(w, stride, cols, x, out, ld);
     if (n_acts == 2) tile<Row, N, 2>(w, stride, cols, x, out, ld);

@@ -61,7 +61,8 @@ void tile(const PanelSlice& slice, const ActLayout& at, const uint8_t* const* re
 }
 
 template <bool Group16, bool HasMin>
-void tiles(const PanelSlice& slice, int64_t cols, const uint8_t* const* records, int64_t n, float* out, bool accumulate) {
+void tiles(const PanelSlice& slice, int64_t cols, const uint8_t* const* records, int64_t n, float* out,
+           bool accumulate) {
     const ActLayout at(cols);
     for (; n >= kTileRows; n -= kTileRows, records += kTileRows, out += kTileRows * kPanel)
         tile<Group16, HasMin, kTileRows>(slice, at, records, out, accumulate);
@@ -117,7 +118,8 @@ inline __m256i pairs(__m256i w, __m256i magnitude, __m256i x) {
 
 // Products of Quads quads of 16 weight rows with R activations, as 32-bit sums. At most Sums16 are added in 16 bits.
 template <int Quads, int Sums16, bool Signed, int R>
-inline __attribute__((always_inline)) void quads(const uint8_t* q, const uint8_t* const* rows, int64_t x, __m256i (*dot)[2]) {
+inline __attribute__((always_inline)) void quads(const uint8_t* q, const uint8_t* const* rows, int64_t x,
+                                                 __m256i (*dot)[2]) {
     const __m256i ones = _mm256_set1_epi16(1);
     constexpr int at_once = Sums16 < Quads ? Sums16 : Quads;
     constexpr int step = at_once < 2 ? 1 : 2;  // quads per pass over the rows
@@ -162,7 +164,8 @@ void tile(const PanelSlice& slice, const ActLayout& at, const uint8_t* const* re
         for (int64_t k = slice.k; k < slice.k + slice.count; k += 32, group += group_bytes)
             for (int h = 0; h < halves; h++) {
                 __m256i dot[R][2];
-                quads<8 / halves, Sums16, Signed, R>(group + 1024 / halves * h + 64 * c, rows, at.plain + k + 16 * h, dot);
+                quads<8 / halves, Sums16, Signed, R>(group + 1024 / halves * h + 64 * c, rows, at.plain + k + 16 * h,
+                                                     dot);
                 const float* scale = (const float*)(group + 1024) + 32 * h + 16 * c;
                 const int64_t x_sum = Group16 ? at.sum16 + k / 4 + 4 * h : at.sum32 + k / 8;
                 finish<HasBias, R>(dot, scale, scale + 32 * halves, rows, at.scale32 + k / 8, x_sum, out + 16 * c);

@@ -20,7 +20,10 @@ constexpr PanelForm panel_form() {
     return {F::group == 16, F::has_min, true, false, 1};
 #else
     // How many products can be summed in 16 bits: 2 * q_max * 127 each.
-    return {F::group == 16, F::has_min || F::offset != 0, false, F::is_signed, F::q_max <= 15 ? 8 : F::q_max <= 63 ? 2 : 1};
+    return {F::group == 16, F::has_min || F::offset != 0, false, F::is_signed,
+            F::q_max <= 15   ? 8
+            : F::q_max <= 63 ? 2
+                             : 1};
 #endif
 }
 
@@ -46,7 +49,8 @@ inline __attribute__((always_inline)) void transpose16(__m512i* a) {
         }
     // a[4 i + j]: lane l holds rows 4 i .. 4 i + 3 of column 4 l + j.
     for (int j = 0; j < 4; j++) {
-        const __m512i low = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88), high = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
+        const __m512i low = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88),
+                      high = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
         const __m512i low2 = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);
         const __m512i high2 = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd);
         b[j] = _mm512_shuffle_i32x4(low, low2, 0x88);
@@ -78,7 +82,8 @@ void fill_rows(int64_t n, int64_t first, int64_t count, uint8_t* at, Load load) 
     }
     auto factor_at = [&](int i) {
         const int g = i % groups;
-        return (float*)(at + g / halves * group_bytes + 1024 + 128 * halves) + 32 * (g % halves + i / groups * halves) + first;
+        return (float*)(at + g / halves * group_bytes + 1024 + 128 * halves) + 32 * (g % halves + i / groups * halves) +
+               first;
     };
     for (int i = 0; i < columns; i += 16) {
         __m512i block[16];

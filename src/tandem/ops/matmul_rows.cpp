@@ -153,7 +153,9 @@ void panel_rows(const Weight& w, int64_t expert, int64_t row_begin, int64_t row_
             if (ahead > 0)
                 prefetch_rows(p, w.row_stride_bytes, n, next / kernels.block * kernels.bytes,
                               (next + ahead) / kernels.block * kernels.bytes);
-            else prefetch_rows(p + n * w.row_stride_bytes, w.row_stride_bytes, n, 0, count / kernels.block * kernels.bytes);
+            else
+                prefetch_rows(p + n * w.row_stride_bytes, w.row_stride_bytes, n, 0,
+                              count / kernels.block * kernels.bytes);
             multiply_panel({scratch, k, count, kernels.form}, w.cols, acts.records, acts.n, out, k > 0);
         }
     } else {

@@ -105,7 +105,8 @@ inline __m256 bytes_to_float8(uint64_t bytes) {
     return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)bytes)));
 }
 
-// Nibbles of two 32-value blocks, 16 bytes at First and First + Stride, into 64 values (low nibbles first in each block).
+// Nibbles of two 32-value blocks, 16 bytes at First and First + Stride, into 64 values (low nibbles first in each
+// block).
 template <int First, int Stride>
 inline __m512i two_blocks_of_nibbles(const uint8_t* p) {
     alignas(64) static constexpr auto index = [] {
@@ -190,7 +191,8 @@ inline void unpack_blocks(const uint8_t* b, int8_t* q, float* scale, float* bias
     }
 #endif
     constexpr int groups = F::block / F::group;
-    for (int i = 0; i < N; i++) unpack_block<F>(b + i * F::bytes, q + i * F::block, scale + i * groups, bias + i * groups);
+    for (int i = 0; i < N; i++)
+        unpack_block<F>(b + i * F::bytes, q + i * F::block, scale + i * groups, bias + i * groups);
 }
 
 #if TANDEM_AVX512

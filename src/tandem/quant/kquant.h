@@ -47,7 +47,9 @@ inline void scales_and_mins(const uint8_t* b, __m256* scale, __m256* bias) {
 }
 
 // The two bits of each byte of 32, at 2 * part and 2 * part + 2, for the lower and the upper half.
-inline __m512i two_bits(const uint8_t* p, int part) { return keep(shift_right(load_twice(p), 2 * part, 2 * part + 2), 3); }
+inline __m512i two_bits(const uint8_t* p, int part) {
+    return keep(shift_right(load_twice(p), 2 * part, 2 * part + 2), 3);
+}
 #endif
 
 inline void split_nibbles32(const uint8_t* packed, int8_t* q) {
@@ -76,7 +78,8 @@ struct Q2_K {
         Span<4, 16> s;
         for (int u = 0; u < 4; u++) s.q[u] = two_bits(p + 16 + 32 * (u / 2), 2 * (u % 2));
         const __m512i packed = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
-        s.scale = _mm512_mul_ps(half_times_16(p + 80), _mm512_cvtepi32_ps(_mm512_and_si512(packed, _mm512_set1_epi32(15))));
+        s.scale =
+            _mm512_mul_ps(half_times_16(p + 80), _mm512_cvtepi32_ps(_mm512_and_si512(packed, _mm512_set1_epi32(15))));
         const __m512 minus = _mm512_xor_ps(half_times_16(p + 82), _mm512_set1_ps(-0.0f));
         s.bias = _mm512_mul_ps(minus, _mm512_cvtepi32_ps(_mm512_srli_epi32(packed, 4)));
         return s;
@@ -128,7 +131,8 @@ struct Q3_K {
         const uint64_t low = (nibbles & 0x0f0f0f0f0f0f0f0f) | ((top << 4 | top << 34) & 0x3030303030303030);
         const uint64_t upper = (nibbles >> 4 & 0x0f0f0f0f0f0f0f0f) | ((top | top << 30) & 0x3030303030303030);
         const __m512i codes = _mm512_cvtepu8_epi32(_mm_set_epi64x((long long)upper, (long long)low));
-        s.scale = _mm512_mul_ps(half_times_16(p + 108), _mm512_cvtepi32_ps(_mm512_sub_epi32(codes, _mm512_set1_epi32(32))));
+        s.scale =
+            _mm512_mul_ps(half_times_16(p + 108), _mm512_cvtepi32_ps(_mm512_sub_epi32(codes, _mm512_set1_epi32(32))));
         return s;
     }
 #endif
@@ -140,7 +144,8 @@ struct Q3_K {
         const __m256 d = _mm256_set1_ps(read_half(b + 108));
         const __m256i masks = load32(b);
         for (int h = 0; h < 2; h++) {
-            _mm256_storeu_ps(scale + 8 * h, _mm256_mul_ps(d, _mm256_sub_ps(bytes_to_float8(sixes[h]), _mm256_set1_ps(32))));
+            _mm256_storeu_ps(scale + 8 * h,
+                             _mm256_mul_ps(d, _mm256_sub_ps(bytes_to_float8(sixes[h]), _mm256_set1_ps(32))));
             const __m256i codes = load32(b + 32 + 32 * h), high = h ? _mm256_srli_epi16(masks, 4) : masks;
             for (int part = 0; part < 4; part++) {
                 const __m256i bit = keep(_mm256_slli_epi16(_mm256_srli_epi16(high, part), 2), 4);
@@ -191,8 +196,10 @@ struct Q5_K {
     static Span<4, 8> load(const uint8_t* p) {
         Span<4, 8> s;
         const __m512i high = load_twice(p + 16);
-        const __m512i fifth[4] = {shift_left(high, 4, 3), shift_left(high, 2, 1), shift_right(high, 0, 1), shift_right(high, 2, 3)};
-        for (int u = 0; u < 4; u++) s.q[u] = merge(keep(shift_right(load_twice(p + 48 + 32 * u), 0, 4), 15), fifth[u], 16);
+        const __m512i fifth[4] = {shift_left(high, 4, 3), shift_left(high, 2, 1), shift_right(high, 0, 1),
+                                  shift_right(high, 2, 3)};
+        for (int u = 0; u < 4; u++)
+            s.q[u] = merge(keep(shift_right(load_twice(p + 48 + 32 * u), 0, 4), 15), fifth[u], 16);
         scales_and_mins(p, &s.scale, &s.bias);
         return s;
     }
@@ -204,7 +211,8 @@ struct Q5_K {
         for (int j = 0; j < 4; j++) {
             const __m256i packed = load32(b + 48 + 32 * j), bits = _mm256_srli_epi16(high, 2 * j);
             store32(q + 64 * j, _mm256_or_si256(keep(packed, 15), keep(_mm256_slli_epi16(bits, 4), 16)));
-            store32(q + 64 * j + 32, _mm256_or_si256(keep(_mm256_srli_epi16(packed, 4), 15), keep(_mm256_slli_epi16(bits, 3), 16)));
+            store32(q + 64 * j + 32,
+                    _mm256_or_si256(keep(_mm256_srli_epi16(packed, 4), 15), keep(_mm256_slli_epi16(bits, 3), 16)));
         }
     }
 #endif

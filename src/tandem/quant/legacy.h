@@ -72,7 +72,9 @@ struct Q5_0 {
         add_fifth_bits(read_as<uint32_t>(b + 2), q);
     }
 #if TANDEM_AVX512
-    static __m512i codes(const uint8_t* p) { return with_fifth_bits(two_blocks_of_nibbles<6, 22>(p), read_as<uint32_t>(p + 2), read_as<uint32_t>(p + 24)); }
+    static __m512i codes(const uint8_t* p) {
+        return with_fifth_bits(two_blocks_of_nibbles<6, 22>(p), read_as<uint32_t>(p + 2), read_as<uint32_t>(p + 24));
+    }
 #endif
 #if TANDEM_AVX2
     static __m256i codes(const uint8_t* b) { return with_fifth_bits(split_nibbles(b + 6), read_as<uint32_t>(b + 2)); }
@@ -89,7 +91,9 @@ struct Q5_1 {
         add_fifth_bits(read_as<uint32_t>(b + 4), q);
     }
 #if TANDEM_AVX512
-    static __m512i codes(const uint8_t* p) { return with_fifth_bits(two_blocks_of_nibbles<8, 24>(p), read_as<uint32_t>(p + 4), read_as<uint32_t>(p + 28)); }
+    static __m512i codes(const uint8_t* p) {
+        return with_fifth_bits(two_blocks_of_nibbles<8, 24>(p), read_as<uint32_t>(p + 4), read_as<uint32_t>(p + 28));
+    }
 #endif
 #if TANDEM_AVX2
     static __m256i codes(const uint8_t* b) { return with_fifth_bits(split_nibbles(b + 8), read_as<uint32_t>(b + 4)); }
@@ -105,7 +109,8 @@ struct Q8_0 {
     }
 #if TANDEM_AVX512
     static __m512i codes(const uint8_t* p) {
-        const __m256i low = _mm256_loadu_si256((const __m256i*)(p + 2)), high = _mm256_loadu_si256((const __m256i*)(p + 36));
+        const __m256i low = _mm256_loadu_si256((const __m256i*)(p + 2)),
+                      high = _mm256_loadu_si256((const __m256i*)(p + 36));
         return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
     }
 #endif

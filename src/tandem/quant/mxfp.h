@@ -5,7 +5,9 @@
 namespace tandem::quant {
 
 // 2^(code - 128): half of the E8M0 number, which undoes the doubling.
-inline float half_e8m0(uint8_t code) { return bits_to_float(code < 2 ? 0x00200000u << code : uint32_t(code - 1) << 23); }
+inline float half_e8m0(uint8_t code) {
+    return bits_to_float(code < 2 ? 0x00200000u << code : uint32_t(code - 1) << 23);
+}
 
 // Half of an unsigned E4M3 number; the NaN code 0x7F means 0.
 inline float half_e4m3(uint8_t code) {
@@ -58,7 +60,8 @@ struct NVFP4 {
         Span<1, 4> s;
         const __m256i packed = _mm256_loadu_si256((const __m256i*)(p + 4));
         // Each 8 bytes twice: their low nibbles, then their high ones.
-        const __m512i twice = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 0, 1, 1, 2, 2, 3, 3), _mm512_castsi256_si512(packed));
+        const __m512i twice =
+            _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 0, 1, 1, 2, 2, 3, 3), _mm512_castsi256_si512(packed));
         s.q[0] = look_up(grids.e2m1, keep(_mm512_srlv_epi64(twice, _mm512_setr_epi64(0, 4, 0, 4, 0, 4, 0, 4)), 15));
         // An E4M3 code shifted into a half is 2^-8 of its value; half of that is wanted.
         const __m128i codes = _mm_cvtepu8_epi16(_mm_cvtsi32_si128(read_as<int>(p)));
@@ -73,8 +76,10 @@ struct NVFP4 {
         for (int g = 0; g < 4; g++) scale[g] = half_e4m3(b[g]);
         for (int h = 0; h < 2; h++) {
             // Each 8 bytes twice: their low nibbles, then their high ones.
-            const __m256i twice = _mm256_permute4x64_epi64(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)(b + 4 + 16 * h))), 0x50);
-            store32(q + 32 * h, look_up(grids.e2m1, keep(_mm256_srlv_epi64(twice, _mm256_setr_epi64x(0, 4, 0, 4)), 15)));
+            const __m256i twice = _mm256_permute4x64_epi64(
+                _mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)(b + 4 + 16 * h))), 0x50);
+            store32(q + 32 * h,
+                    look_up(grids.e2m1, keep(_mm256_srlv_epi64(twice, _mm256_setr_epi64x(0, 4, 0, 4)), 15)));
         }
     }
 #endif

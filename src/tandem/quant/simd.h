@@ -86,7 +86,8 @@ inline Vec abs(Vec a) { return {_mm512_abs_ps(a.v)}; }
 inline Vec round(Vec a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 // 2^n for whole n in -126..127.
 inline Vec exp2_whole(Vec n) {
-    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23))};
+    return {
+        _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23))};
 }
 #elif TANDEM_AVX2
 struct Vec {
@@ -138,7 +139,8 @@ inline Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
 inline Vec abs(Vec a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
 inline Vec round(Vec a) { return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 inline Vec exp2_whole(Vec n) {
-    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127)), 23))};
+    return {
+        _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127)), 23))};
 }
 #else
 struct Vec {
@@ -190,7 +192,8 @@ inline Vec round(Vec a) {
 }
 inline Vec exp2_whole(Vec n) {
     Vec r = n;
-    for (int i = 0; i < 4; i++) r.v[i] = n.v[i] == n.v[i] ? bits_to_float(uint32_t(int32_t(n.v[i]) + 127) << 23) : n.v[i];
+    for (int i = 0; i < 4; i++)
+        r.v[i] = n.v[i] == n.v[i] ? bits_to_float(uint32_t(int32_t(n.v[i]) + 127) << 23) : n.v[i];
     return r;
 }
 #endif
