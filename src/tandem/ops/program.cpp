@@ -22,7 +22,8 @@ namespace tandem {
 namespace {
 
 constexpr int kLoopSlots = 16;  // at most 8 loops between two barriers, and one barrier's worth being cleared
-constexpr int kSpinsBeforeYield = 4000;
+// Long: a thread that yields to another process gets its core back milliseconds later, at every barrier of a token.
+constexpr int kSpinsBeforeYield = 1000000;
 constexpr auto kSpinBeforeSleep = std::chrono::microseconds(400);
 
 inline void cpu_pause() {
