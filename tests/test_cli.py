@@ -132,7 +132,7 @@ def test_the_template_decides_which_of_the_models_profiles_counts(command, model
     (["run", "nothere.gguf", "x"], "nothere.gguf is not there"),
     (["run", "MODEL/..", "x"], "MODEL is a .gguf file"),
     (["bench", "MODEL", "--depths", "0,x"], "list of token counts"),
-    (["chat"], "MODEL"),
+    (["info", "MODEL", "more"], "more"),
 ])
 def test_a_mistake_is_one_clear_error_and_exit_code_2(command, model, args, words):
     args = [arg.replace("MODEL/..", str(Path(model).parent)).replace("MODEL", model) for arg in args]

@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from tandem.runtime.sampling import Sampling
 
 
-def load(path, **options) -> "Engine":
-    """Opens a GGUF model; the options are those of `Engine.load` (device, ctx, threads, kv, on_plan)."""
+def load(path=None, **options) -> "Engine":
+    """Opens a GGUF model, or the packaged demonstration model; options: those of `Engine.load` (device, ctx, ...)."""
+    from tandem.default_model import default_model
     from tandem.engine import Engine
 
-    return Engine.load(path, **options)
+    return Engine.load(default_model() if path is None else path, **options)
 
 
 def __getattr__(name: str):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import tandem
+from tandem.default_model import NOTICE, default_model
 from tandem.errors import EngineError, RequestError, nearest
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def _engine_options(command: Callable) -> Callable:
         click.option("--kv", metavar="TYPE", default="f16", show_default=True, help="cache type: f16, q8_0 or f32"),
         click.option("--threads", type=int, help="default: the physical cores"),
         click.option("--ctx", type=int, help="tokens of context; default: 8192 or what fits"),
-        click.argument("model", metavar="MODEL"),
+        click.argument("model", metavar="[MODEL]", required=False),
     ):
         command = option(command)
     return command
@@ -109,7 +110,10 @@ def _engine_options(command: Callable) -> Callable:
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(tandem.__version__, prog_name="tandem")
 def commands() -> None:
-    """Runs language models from GGUF files on this computer. MODEL is a .gguf file, or any part of a split one."""
+    """Runs language models from GGUF files on this computer.
+
+    MODEL is a .gguf file, or any part of a split one; without it, the small demonstration model of the package.
+    """
 
 
 @commands.command()
@@ -117,7 +121,7 @@ def commands() -> None:
 @_sampling_options
 @click.option("--system", metavar="TEXT", help="system message")
 @click.option("--loop-guard/--no-loop-guard", default=True, show_default=True, help="stop answers that run in circles")
-def chat(model: str, **options: Any) -> None:
+def chat(model: str | None, **options: Any) -> None:
     """Talk with a model. From a pipe: one question per line."""
     from tandem.chat import Chat, converse
 
@@ -143,12 +147,17 @@ def chat(model: str, **options: Any) -> None:
 @click.option("--raw", is_flag=True, help="continue the prompt as it stands, without the chat template")
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object instead of the text")
 @click.option("--loop-guard/--no-loop-guard", default=False, show_default=True, help="stop answers that run in circles")
-def run(model: str, prompt: str | None, **options: Any) -> None:
-    """Answer one PROMPT and exit. Without PROMPT, or with -, it is read from standard input."""
+def run(model: str | None, prompt: str | None, **options: Any) -> None:
+    """Answer one PROMPT and exit. Without PROMPT, or with -, it is read from standard input.
+
+    A single argument that is no .gguf file is the PROMPT, for the packaged model.
+    """
     from tandem.chat import Answer, checked_text
 
     if options["raw"] and options["system"]:
         raise click.UsageError("--system needs the chat template: leave out --raw")
+    if prompt is None and model is not None and _is_prompt(model):
+        model, prompt = None, model
     text = checked_text(_prompt_text(prompt))
     with _load(model, options) as engine:
         messages = [{"role": "user", "content": text}]
@@ -191,9 +200,9 @@ def _write_json(engine: "Engine", answer, quiet: bool) -> None:
 
 
 @commands.command()
-@click.argument("model", metavar="MODEL")
+@click.argument("model", metavar="[MODEL]", required=False)
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object")
-def info(model: str, as_json: bool) -> None:
+def info(model: str | None, as_json: bool) -> None:
     """Tell what a model file holds and what memory it needs, without loading it."""
     from tandem.machine import machine
     from tandem.runtime.plan import describe
@@ -212,7 +221,7 @@ def info(model: str, as_json: bool) -> None:
 @click.option("--depths", default="0,2048", show_default=True, help="tokens already in the context at decode")
 @click.option("--decode", type=click.IntRange(0), default=64, show_default=True, help="tokens to decode")
 @click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="runs of which the median counts")
-def bench(model: str, prefill: int, depths: str, decode: int, repeats: int, **options: Any) -> None:
+def bench(model: str | None, prefill: int, depths: str, decode: int, repeats: int, **options: Any) -> None:
     """Measure prefill and decode speed; the last line of output is one JSON object."""
     from tandem.bench.decode import bench as measure
     from tandem.bench.decode import report
@@ -236,7 +245,16 @@ def _depths(text: str) -> list[int]:
     return places
 
 
-def _existing(model: str) -> Path:
+def _is_prompt(word: str) -> bool:
+    """Whether the only argument of `run` is meant as the prompt: it looks like no path and there is no such file."""
+    looks_like_path = word.endswith(".gguf") or ("/" in word and " " not in word)
+    return word != "-" and not looks_like_path and not Path(word).exists()
+
+
+def _existing(model: str | None) -> Path:
+    if model is None:
+        click.echo(NOTICE, err=True)
+        return default_model()
     path = Path(model)
     if not path.is_file():
         folder = path.parent if path.parent.is_dir() else Path()
@@ -246,7 +264,7 @@ def _existing(model: str) -> Path:
     return path
 
 
-def _load(model: str, options: Mapping[str, Any]) -> "Engine":
+def _load(model: str | None, options: Mapping[str, Any]) -> "Engine":
     path, quiet = _existing(model), options["quiet"]
 
     def tell(text: str) -> None:
