@@ -18,6 +18,7 @@ import pytest
 from tiny_models import write_tiny
 
 import tandem
+from tandem.default_model import default_model
 from tandem.gguf import read_gguf, write_gguf
 from tandem.models import ARCHS
 from tandem.quant import format_by_name, unpack_tensor
@@ -229,3 +230,12 @@ def test_tiny_quantized_models_are_as_exact_as_llamacpps(arch, format_name, tmp_
     exact = peer_logits(unquantized_copy(path, tmp_path / "exact.gguf", "F32"), TINY_IDS, tmp_path)
     ours, peer = agreement(exact, our_logits(path, TINY_IDS)), agreement(exact, peer_logits(path, TINY_IDS, tmp_path))
     assert ours.divergence < 1.25 * peer.divergence, (ours, peer)
+
+
+def test_the_packaged_model_loads_in_llamacpp_and_agrees(tmp_path):
+    path = default_model()
+    with tandem.load(path, ctx=TOKENS, threads=2) as engine:
+        ids = engine.tokenize(TEXT)[:TOKENS]
+        ours = engine.logits(ids)
+    result = agreement(peer_logits(path, ids, tmp_path), ours)
+    assert result.divergence < BOUND_QUANTIZED and result.same_decided > BOUND_AGREEMENT, result
