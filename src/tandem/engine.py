@@ -3,7 +3,6 @@
 Joins the file reader, the plan, the recorded forward pass, the session and the text side; it computes nothing itself.
 """
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
@@ -27,7 +26,6 @@ from tandem.text.template import ChatTemplate
 from tandem.text.tokenizer import Tokenizer
 
 KV_TYPES = ("f16", "q8_0", "f32")
-_log = logging.getLogger("tandem")
 
 
 class Engine:

@@ -172,10 +172,8 @@ void derive_tables(quant::Grids& g, const char* name) {
     if (!std::strcmp(name, "IQ1S"))
         for (auto& row : g.iq1s)
             for (uint8_t& value : row) value++;
-    for (int c = 0; c < 4; c++) {
+    for (int c = 0; c < 4; c++)
         for (int i = 0; i < 256; i++) g.iq3xxs_columns[c][i] = g.iq3xxs[i][c];
-        for (int i = 0; i < 512; i++) g.iq3s_columns[c][i] = g.iq3s[i][c];
-    }
 }
 
 }  // namespace

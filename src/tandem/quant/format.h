@@ -259,7 +259,7 @@ struct Grids {
     alignas(64) uint8_t ksigns[128];
     alignas(64) int8_t iq4nl[16];
     alignas(64) int8_t e2m1[16];
-    alignas(64) uint8_t iq3xxs_columns[4][256], iq3s_columns[4][512];  // the same rows, transposed
+    alignas(64) uint8_t iq3xxs_columns[4][256];  // the same rows, transposed
 };
 extern Grids grids;
 
