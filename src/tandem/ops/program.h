@@ -9,13 +9,17 @@
 
 namespace tandem {
 
-// Consecutive rows of one sequence. layer_state[layer] points to that sequence's KvView or DeltaView.
+// Consecutive rows of one sequence. layer_state[layer] points to that sequence's KvView or DeltaView. Tentative rows
+// leave recurrent state as it is and write half `parity` of its log; the first commit_rows rows of the other half are
+// applied before this segment's own.
 struct Segment {
     int32_t row_begin;
     int32_t rows;
     int32_t start_pos;  // position of the first row
-    int32_t reserved;
+    int32_t commit_rows;
     void* const* layer_state;
+    int32_t tentative;
+    int32_t parity;
 };
 
 // What one run reads: token ids and positions of each row, and the rows whose logits are wanted.
@@ -41,10 +45,13 @@ struct KvView {
     int32_t reserved;
 };
 
-// Recurrent state of one DeltaNet layer of one sequence.
+// Recurrent state of one DeltaNet layer of one sequence, and the log of tentative rows.
 struct DeltaView {
-    float* conv;   // [conv_width - 1][channels], oldest first
-    float* state;  // [num_v_heads][key_dim][value_dim]
+    float* conv;      // [conv_width - 1][channels], oldest first
+    float* state;     // [num_v_heads][key_dim][value_dim]
+    float* conv_log;  // [log_rows][channels]: inputs of the convolution
+    float* rule_log;  // [2][log_rows][num_v_heads][LogRow of delta.cpp]
+    int64_t log_rows;
 };
 
 class Pool;

@@ -17,8 +17,10 @@ class SegmentArgs(ctypes.Structure):
         ("row_begin", ctypes.c_int32),
         ("rows", ctypes.c_int32),
         ("start_pos", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("commit_rows", ctypes.c_int32),
         ("layer_state", ctypes.c_void_p),
+        ("tentative", ctypes.c_int32),
+        ("parity", ctypes.c_int32),
     ]
 
 
@@ -88,6 +90,8 @@ class Program:
     def __init__(self, native: Native, max_rows: int, max_out: int):
         self.native, self.max_rows, self.max_out = native, max_rows, max_out
         self.head_start: int | None = None
+        self.input: Buffer | None = None
+        self.hidden: Buffer | None = None  # what `split` got
         self.buffers: list[Buffer] = []
         self.calls: list[tuple[int, ctypes.Structure, dict[str, Buffer]]] = []
         self.kept: list[object] = []  # arrays whose addresses the calls hold
@@ -101,6 +105,7 @@ class Program:
             raise ValueError("a program has one head")
         self.head_start = len(self.calls)
         x.keep = True
+        self.hidden = x
 
     def buffer(self, width: int, dtype=np.float32, fixed_bytes: int = 0) -> Buffer:
         """A new intermediate of `width` values a row, plus fixed_bytes; contents undefined until a call writes it."""
@@ -108,6 +113,14 @@ class Program:
         made = Buffer(len(self.buffers), width, dtype, width * dtype.itemsize, fixed_bytes)
         self.buffers.append(made)
         return made
+
+    def input_rows(self, width: int) -> Buffer:
+        """The rows [T, width] float32 that the caller writes into `rows(program.input, T)` before each run."""
+        if self.input is not None:
+            raise ValueError("a program has one input")
+        self.input = self.buffer(width)
+        self.input.first_call = 0
+        return self.input
 
     def address(self, array: np.ndarray) -> int:
         """Address of an array that must outlive the program; the program keeps it."""

@@ -1,6 +1,9 @@
 """The state of one sequence on the CPU: caches of attention layers, recurrent state of DeltaNet layers, their pointers.
 
-In: the state specs of a model. Out: the table of pointers that the segments of a step carry.
+In: the state specs of a model. Out: the segments of a step, with the table of pointers that they carry.
+
+Tentative rows (drafts to be verified) leave the recurrent state as it was and log what they would do to it; of these,
+the next segment applies those that `accept` said count. Attention caches are simply overwritten.
 """
 
 import ctypes
@@ -9,10 +12,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from tandem.errors import SettingError, ShapeError, nearest
+from tandem.native import Native, native
 from tandem.ops.program import SegmentArgs
 
 ALIGNMENT = 64
 WINDOW_SLACK = 256  # positions kept beyond the window, so that a sequence can go back a little
+MAX_TENTATIVE = 8  # as the chunk of delta.cpp allows, and as many rows as have the bits of rows alone
 KV_TYPES = {"f32": 0, "f16": 1, "q8_0": 8}
 
 
@@ -31,7 +36,13 @@ class KvView(ctypes.Structure):
 class DeltaView(ctypes.Structure):
     """Mirror of DeltaView in program.h."""
 
-    _fields_ = [("conv", ctypes.c_void_p), ("state", ctypes.c_void_p)]
+    _fields_ = [
+        ("conv", ctypes.c_void_p),
+        ("state", ctypes.c_void_p),
+        ("conv_log", ctypes.c_void_p),
+        ("rule_log", ctypes.c_void_p),
+        ("log_rows", ctypes.c_int64),
+    ]
 
 
 def is_recurrent(spec) -> bool:
@@ -44,26 +55,39 @@ def capacity(spec, ctx: int, max_rows: int) -> int:
     return ctx if spec.window is None else min(ctx, spec.window + max_rows + WINDOW_SLACK)
 
 
-def size_bytes(specs: Sequence, ctx: int, kv: str, max_rows: int) -> int:
+def size_bytes(specs: Sequence, ctx: int, kv: str, max_rows: int, max_tentative: int = 0) -> int:
     """Bytes of CpuState with the same arguments, without allocating it."""
-    sizes = _recurrent_bytes(specs) if any(map(is_recurrent, specs)) else 0
+    parts: list[int] = [ALIGNMENT]
     for spec in specs:
-        if not is_recurrent(spec):
-            sizes += sum(_aligned(part) for part in _kv_bytes(spec, ctx, kv, max_rows))
-    return sizes + ALIGNMENT
+        if is_recurrent(spec):
+            parts += *_delta_bytes(spec), *_log_bytes(spec, max_tentative)
+        else:
+            parts += _kv_bytes(spec, ctx, kv, max_rows)
+    return sum(map(_aligned, parts))
 
 
 class CpuState:
     """State of one sequence, in one allocation, zero at first.
 
-    specs: KvState | DeltaState per layer; ctx: most positions; kv: "f16", "q8_0" or "f32"; max_rows: most rows a step.
+    specs: KvState | DeltaState per layer; ctx: most positions; kv: "f16", "q8_0" or "f32"; max_rows: most rows a step;
+    max_tentative: most rows of a tentative segment. library: the one whose ops advance the state, if not the best.
     `layer_state` is the address of the pointer table. Raises SettingError for a kv type that is unknown or does not fit
     the head dimensions.
     """
 
-    def __init__(self, specs: Sequence, ctx: int, kv: str = "f16", max_rows: int = 512):
-        self.specs, self.ctx, self.kv, self.max_rows = tuple(specs), ctx, kv, max_rows
-        self.size_bytes = size_bytes(specs, ctx, kv, max_rows)
+    def __init__(
+        self,
+        specs: Sequence,
+        ctx: int,
+        kv: str = "f16",
+        max_rows: int = 512,
+        max_tentative: int = 0,
+        library: Native | None = None,
+    ):
+        assert 0 <= max_tentative <= MAX_TENTATIVE
+        self.specs, self.ctx, self.kv = tuple(specs), ctx, kv
+        self.max_rows, self.max_tentative = max_rows, max_tentative
+        self.size_bytes = size_bytes(specs, ctx, kv, max_rows, max_tentative)
         self.memory = np.zeros(self.size_bytes, np.uint8)
         self._used = -self.memory.ctypes.data % ALIGNMENT
         begin = self._used
@@ -71,13 +95,15 @@ class CpuState:
             self._delta_view(spec) if is_recurrent(spec) else KvView() for spec in self.specs
         ]
         self.recurrent_memory = self.memory[begin : self._used]
-        self._written = 0  # positions ever written since the last reset: they have replaced older ones in the rings
-        for spec, view in self._attention_layers():
-            k_bytes, v_bytes = _kv_bytes(spec, ctx, kv, max_rows)
-            view.k, view.v = self._take(k_bytes), self._take(v_bytes)
-            view.capacity, view.type = capacity(spec, ctx, max_rows), KV_TYPES[kv]
+        self._place_kv()
+        self._place_logs()
         self.table = (ctypes.c_void_p * len(self.views))(*map(ctypes.addressof, self.views))
         self.layer_state = ctypes.addressof(self.table)
+        self._written = 0  # positions ever written since the last reset: they have replaced older ones in the rings
+        self._tentative_rows: int | None = None  # of a tentative segment that `accept` has not judged yet
+        self._pending_rows = 0  # accepted rows of the log that are yet to be applied
+        self._log_half = 0  # where the next tentative segment writes
+        self._commit = _commit_entry(library or native()) if max_tentative and self.recurrent else None
 
     def _take(self, size: int) -> int:
         address = self.memory.ctypes.data + self._used
@@ -86,19 +112,53 @@ class CpuState:
 
     def _delta_view(self, spec) -> DeltaView:
         conv, state = _delta_bytes(spec)
-        return DeltaView(self._take(conv), self._take(state))
+        return DeltaView(self._take(conv), self._take(state), log_rows=self.max_tentative)
 
-    def segment(self, row_begin: int, rows: int, start_pos: int) -> SegmentArgs:
-        """`rows` rows of a step from row_begin on, the first at position start_pos of this sequence.
+    def _place_kv(self) -> None:
+        for spec, view in self._attention_layers():
+            k_bytes, v_bytes = _kv_bytes(spec, self.ctx, self.kv, self.max_rows)
+            view.k, view.v = self._take(k_bytes), self._take(v_bytes)
+            view.capacity, view.type = capacity(spec, self.ctx, self.max_rows), KV_TYPES[self.kv]
 
-        Raises ShapeError if they do not fit the context or a step.
+    def _place_logs(self) -> None:
+        for spec, view in self._delta_layers():
+            conv_bytes, rule_bytes = _log_bytes(spec, self.max_tentative)
+            view.conv_log, view.rule_log = self._take(conv_bytes), self._take(rule_bytes)
+
+    def segment(self, row_begin: int, rows: int, start_pos: int, tentative: bool = False) -> SegmentArgs:
+        """`rows` rows of a step from row_begin on, the first at position start_pos of this sequence; to be run once.
+
+        After tentative rows, `accept` must be called before the next segment. Raises ShapeError if the rows do not fit
+        the context or a step.
         """
         if not 0 < rows <= self.max_rows or start_pos < 0 or start_pos + rows > self.ctx:
             raise ShapeError(
                 f"positions {start_pos}..{start_pos + rows - 1}: the state holds 0..{self.ctx - 1}, "
                 f"1 to {self.max_rows} rows a step"
             )
-        return SegmentArgs(row_begin=row_begin, rows=rows, start_pos=start_pos, layer_state=self.layer_state)
+        assert self._tentative_rows is None, "tentative rows wait for accept"
+        assert not tentative or not self.recurrent or rows <= self.max_tentative
+        made = SegmentArgs(
+            row_begin=row_begin,
+            rows=rows,
+            start_pos=start_pos,
+            commit_rows=self._pending_rows,
+            layer_state=self.layer_state,
+            tentative=tentative,
+            parity=self._log_half,
+        )
+        self._written = max(self._written, start_pos + rows)
+        self._pending_rows = 0
+        if tentative:
+            self._tentative_rows = rows
+            self._log_half ^= 1
+        return made
+
+    def accept(self, rows: int) -> None:
+        """Of the last segment, which was tentative, the first `rows` rows count; the others have never been."""
+        assert self._tentative_rows is not None and 0 <= rows <= self._tentative_rows
+        self._tentative_rows = None
+        self._pending_rows = rows if self.recurrent else 0
 
     @property
     def recurrent(self) -> bool:
@@ -107,6 +167,8 @@ class CpuState:
 
     def snapshot(self) -> np.ndarray:
         """A copy of the recurrent part (empty without recurrent layers)."""
+        assert self._tentative_rows is None, "tentative rows wait for accept"
+        self._apply_pending()
         return self.recurrent_memory.copy()
 
     def restore(self, snapshot: np.ndarray) -> None:
@@ -114,6 +176,14 @@ class CpuState:
         if snapshot.shape != self.recurrent_memory.shape:
             raise ShapeError(f"snapshot of {snapshot.nbytes} bytes, this state's has {self.recurrent_memory.nbytes}")
         self.recurrent_memory[:] = snapshot
+        self._tentative_rows, self._pending_rows = None, 0
+
+    def _apply_pending(self) -> None:
+        if self._pending_rows:
+            for spec, view in self._delta_layers():
+                sizes = spec.num_v_heads, spec.key_dim, spec.conv_channels, spec.conv_width
+                self._commit(ctypes.addressof(view), *sizes, self._pending_rows, self._log_half ^ 1)
+        self._pending_rows = 0
 
     def can_cut(self, length: int, to: int) -> bool:
         """Whether the attention caches, filled to `length`, still hold all that the token at position `to` reads."""
@@ -125,9 +195,20 @@ class CpuState:
         """Makes the state that of an empty sequence."""
         self.recurrent_memory[:] = 0
         self._written = 0
+        self._tentative_rows, self._pending_rows = None, 0
 
     def _attention_layers(self) -> list[tuple]:
         return [(s, v) for s, v in zip(self.specs, self.views, strict=True) if not is_recurrent(s)]
+
+    def _delta_layers(self) -> list[tuple]:
+        return [(s, v) for s, v in zip(self.specs, self.views, strict=True) if is_recurrent(s)]
+
+
+def _commit_entry(library: Native):
+    """The library's function that applies logged rows to one layer's state."""
+    entry = library.lib.tandem_delta_commit
+    entry.argtypes, entry.restype = [ctypes.c_void_p] + 6 * [ctypes.c_int32], None
+    return entry
 
 
 def _aligned(size: int) -> int:
@@ -142,8 +223,10 @@ def _delta_bytes(spec) -> tuple[int, int]:
     )
 
 
-def _recurrent_bytes(specs: Sequence) -> int:
-    return sum(_aligned(part) for spec in specs if is_recurrent(spec) for part in _delta_bytes(spec))
+def _log_bytes(spec, max_tentative: int) -> tuple[int, int]:
+    """Bytes of the log of the convolution, and of the two halves of the rule's log (LogRow of delta.cpp)."""
+    row_bytes = _aligned(4 * (spec.key_dim + spec.value_dim + 1))
+    return 4 * max_tentative * spec.conv_channels, 2 * max_tentative * spec.num_v_heads * row_bytes
 
 
 def _kv_bytes(spec, ctx: int, kv: str, max_rows: int) -> tuple[int, int]:
