@@ -7,9 +7,10 @@ import numpy as np
 from tandem.gguf import read_gguf
 from tandem.models import model_for
 from tandem.native import native
+from tandem.ops.program import Pool
 from tandem.ops.reference import ReferenceOps, ReferenceState, ReferenceStep
 from tandem.ops.state_cpu import CpuState
-from tandem.runtime.step import Runner
+from tandem.runtime.step import Part, Runner
 from tandem.runtime.weights import load_weights
 
 
@@ -42,15 +43,17 @@ def _reference(model, config, weights, chunks, kv, *, quantize_activations=False
 
 
 def _cpu(model, config, weights, chunks, kv) -> np.ndarray:
-    runner = Runner(native(), model, config, weights)
-    runner.allocate(threads=2)
+    runner = Runner.trunk(native(), model, config, weights)
+    pool = Pool(native(), 2)
+    runner.allocate(pool)
     state = CpuState(model.state(config), sum(map(len, chunks)), kv, runner.max_rows)
     logits, begin = [], 0
     for chunk in chunks:
-        runner.run(chunk, begin, state)
-        logits.append(runner.logits(range(len(chunk))))
+        runner.run([Part(state, chunk, begin)])
+        logits.append(runner.logits(range(len(chunk))).copy())
         begin += len(chunk)
     runner.close()
+    pool.close()
     return np.concatenate(logits)
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import tandem
 from tandem.errors import RequestError
-from tandem.generation import GenerationStats
+from tandem.requests import GenerationStats
 from tandem.runtime.sampling import Sampling, resolve
 
 

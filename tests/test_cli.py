@@ -18,7 +18,8 @@ from tiny_models import write_tiny
 
 import tandem
 from tandem.cli import breaker_ids, main
-from tandem.generation import GenerationStats
+from tandem.requests import GenerationStats
+from tandem.runtime.decode import DraftSettings
 from tandem.runtime.sampling import PROFILES, Sampling
 from tandem.show import Progress, count, printable, size, stats_line, table
 
@@ -53,7 +54,9 @@ def test_run_streams_the_answer_to_stdout_and_the_speed_to_stderr(command, model
     code, out, err = command("run", model, "Capital of France?", "--ctx", 100, "--threads", 2, "--kv", "q8_0", engine=engine)
     assert (code, out) == (0, "Paris.\n")
     assert engine.calls[0].prompt == [{"role": "user", "content": "Capital of France?"}]
-    assert engine.load_options == {"ctx": 100, "threads": 2, "kv": "q8_0"}
+    assert engine.load_options == {
+        "ctx": 100, "threads": 2, "kv": "q8_0", "drafts": DraftSettings(), "draft_model": None
+    }
     assert "total 2 MiB" in err and err.index("total 2 MiB") < err.index("ready after")
     assert re.fullmatch(r"prompt 10 tokens at 20\.0 tok/s, answer 2 tokens at 0\.5 tok/s, "
                         r"first token after 0\.60 s, ended by eos", err.splitlines()[-1])
@@ -86,7 +89,7 @@ def test_run_json_is_one_object_with_text_tokens_timings_and_reason(command, mod
     assert (result["text"], result["reasoning"], result["stop_reason"], result["seed"]) == ("Yes", "hm", "length", 5)
     assert result["tokens"] == {"prompt": 10, "reused": 0, "completion": 4} and len(result["token_ids"]) == 4
     assert result["timings"] == {"prefill_s": 0.5, "decode_s": 2.0, "first_token_s": 0.6, "prefill_tok_s": 20.0,
-                                 "decode_tok_s": 1.5}
+                                 "decode_tok_s": 1.5, "drafted": 0, "accepted": 0}
 
 
 def test_reasoning_is_shown_between_tags_before_the_answer(command, model):

@@ -120,6 +120,13 @@ def test_split_gate_separates_values_and_gates_of_each_head(isa):
     assert np.array_equal(gates, heads[:, :, 1].reshape(5, 60))
 
 
+def test_concat_puts_each_row_of_one_behind_the_same_row_of_the_other(isa):
+    rng = np.random.default_rng(3)
+    x, y = rows_of(rng, 70, 33), rows_of(rng, 70, 130)
+    (out,) = Recorded(isa, 2, (33, 130), elementwise_cpu.record_concat)(x, y)
+    assert np.array_equal(out, np.concatenate((x, y), axis=1))
+
+
 def test_add_gated_equals_reference(isa):
     rng = np.random.default_rng(4)
     base, x, gate_input = rows_of(rng, 9, 130), rows_of(rng, 9, 130), rows_of(rng, 9, 75)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tandem.errors import EngineError, RequestError, nearest
-from tandem.generation import Generation, GenerationStats
+from tandem.generation import Generation
+from tandem.requests import GenerationStats
 from tandem.show import STOP_NOTES, Progress, printable, stats_line
 from tandem.text.reasoning import CLOSE, OPEN, Piece, ReasoningSplitter, prompt_end
 

@@ -19,6 +19,7 @@ from tandem.errors import EngineError, RequestError, nearest
 
 if TYPE_CHECKING:
     from tandem.engine import Engine
+    from tandem.runtime.decode import DraftSettings
     from tandem.text.tokenizer import Tokenizer
 
 # llama.cpp's choice: repeats are not looked for across these
@@ -100,6 +101,11 @@ def _engine_options(command: Callable) -> Callable:
         click.option("--quiet", "-q", is_flag=True, help="no plan and no speed on stderr"),
         click.option("--kv", metavar="TYPE", default="f16", show_default=True, help="cache type: f16, q8_0 or f32"),
         click.option("--threads", type=int, help="default: the physical cores"),
+        click.option("--draft", metavar="SOURCES", default="auto", show_default=True,
+                     help="speculation, which never changes the text: auto, off, or of mtp,ngram,model"),
+        click.option("--draft-max", type=int, help="most drafts a round; default: 4"),
+        click.option("--draft-fixed", is_flag=True, help="always draft --draft-max tokens, whether it pays or not"),
+        click.option("--draft-model", metavar="FILE", help="a smaller .gguf with the same vocabulary that drafts too"),
         click.option("--ctx", type=int, help="tokens of context; default: 8192 or what fits"),
         click.argument("model", metavar="[MODEL]", required=False),
     ):
@@ -264,7 +270,21 @@ def _existing(model: str | None) -> Path:
     return path
 
 
+def draft_settings(sources: str, longest: int | None, fixed: bool, with_model: bool) -> "DraftSettings":
+    """Speculation as the options state it. Raises SettingError for unknown sources and numbers out of range."""
+    from tandem.runtime.decode import SOURCES, DraftSettings
+
+    if sources == "off":
+        return DraftSettings(sources=(), longest=0)
+    chosen = SOURCES if sources == "auto" else tuple(sources.split(","))
+    if "model" in chosen and not with_model and sources != "auto":
+        raise click.UsageError("--draft model needs --draft-model FILE")
+    return DraftSettings(chosen, 4 if longest is None else longest, adaptive=not fixed)
+
+
 def _load(model: str | None, options: Mapping[str, Any]) -> "Engine":
+    from tandem.runtime.decode import NO_DRAFTS
+
     path, quiet = _existing(model), options["quiet"]
 
     def tell(text: str) -> None:
@@ -273,11 +293,13 @@ def _load(model: str | None, options: Mapping[str, Any]) -> "Engine":
 
     tell(f"loading {path.name}")
     start = time.monotonic()
+    loading = {key: options[key] for key in ("ctx", "threads", "kv")}
+    small = options["draft_model"] and tandem.load(_existing(options["draft_model"]), **loading, drafts=NO_DRAFTS)
     engine = tandem.load(
         path,
-        ctx=options["ctx"],
-        threads=options["threads"],
-        kv=options["kv"],
+        **loading,
+        drafts=draft_settings(options["draft"], options["draft_max"], options["draft_fixed"], bool(small)),
+        draft_model=small,
         on_plan=lambda plan: tell("\n".join(f"  {line}" for line in plan.lines())),
     )
     tell(f"ready after {time.monotonic() - start:.1f} s, {engine.plan.threads} threads")

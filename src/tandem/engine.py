@@ -5,17 +5,22 @@ Joins the file reader, the plan, the recorded forward pass, the session and the 
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
 
 from tandem.errors import RequestError, SettingError, nearest
-from tandem.generation import Generation, Prompt
+from tandem.generation import Answer, Generation
 from tandem.gguf import read_gguf
 from tandem.machine import machine
 from tandem.models import model_for
 from tandem.native import native
+from tandem.ops.program import Pool
+from tandem.requests import GenerationRequest, Prompt
+from tandem.runtime.decode import DraftHistory, DraftSettings
+from tandem.runtime.draft_model import ModelDraft
+from tandem.runtime.draft_mtp import MtpDrafter
 from tandem.runtime.plan import Plan, make_plan, summarise
 from tandem.runtime.sampling import Sampling, resolve
 from tandem.runtime.session import Session, common_prefix
@@ -26,6 +31,16 @@ from tandem.text.template import ChatTemplate
 from tandem.text.tokenizer import Tokenizer
 
 KV_TYPES = ("f16", "q8_0", "f32")
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a model is to be run; ctx: None for the default. threads: of the CPU. kv: type of the cache."""
+
+    ctx: int | None
+    threads: int
+    kv: str
+    drafts: DraftSettings
 
 
 class Engine:
@@ -40,35 +55,70 @@ class Engine:
         ctx: int | None = None,
         threads: int | None = None,
         kv: str = "f16",
+        drafts: DraftSettings = DraftSettings(),
+        draft_model: "Engine | None" = None,
         on_plan: Callable[[Plan], None] | None = None,
     ) -> "Engine":
         """Opens a GGUF file, plans memory, then allocates it.
 
         ctx: tokens of context, None: 8192 or what fits. threads: None: the physical cores. kv: cache type, f16, q8_0 or
-        f32. on_plan sees the plan before anything is allocated. Raises FormatError, PlanError, SettingError.
+        f32. drafts: speculation, which never changes what is written. draft_model: a loaded smaller model with the same
+        vocabulary that drafts too; it stays the caller's. on_plan sees the plan before anything is allocated. Raises
+        FormatError, PlanError, SettingError.
         """
         _check_options(device, ctx, threads, kv)
         with ExitStack() as undo:
             file = undo.enter_context(read_gguf(path))
-            engine = cls(file, ctx, threads or setting("threads") or machine().cores, kv, on_plan)
+            options = LoadOptions(ctx, threads or setting("threads") or machine().cores, kv, drafts)
+            engine = cls(file, options, draft_model, on_plan)
             undo.pop_all()
         return engine
 
-    def __init__(self, file, ctx: int | None, threads: int, kv: str, on_plan: Callable[[Plan], None] | None):
-        self.file = file
+    def __init__(
+        self, file, options: LoadOptions, draft_model: "Engine | None", on_plan: Callable[[Plan], None] | None
+    ):
+        self.file, self.drafts = file, options.drafts
         self.summary = summarise(file)
         model = model_for(file.metadata)
         config = model.Config.from_gguf(file.metadata, file.tensors)
         self.tokenizer = Tokenizer.from_metadata(file.metadata)
         self.template = ChatTemplate.from_metadata(file.metadata, self.tokenizer)
-        runner = Runner(native(), model, config, load_weights(file, model, config))
-        self.plan = make_plan(self.summary, machine(), ctx=ctx, kv=kv, threads=threads, scratch_bytes=runner.scratch_bytes)
+        weights = load_weights(file, model, config)
+        runner = Runner.trunk(native(), model, config, weights)
+        wants_mtp = self.summary.draft_specs and "mtp" in options.drafts.sources and options.drafts.longest
+        self.drafter = MtpDrafter(native(), model, config, weights) if wants_mtp else None
+        self.plan = make_plan(
+            self.summary,
+            machine(),
+            ctx=options.ctx,
+            kv=options.kv,
+            threads=options.threads,
+            scratch_bytes=runner.scratch_bytes,
+            draft_scratch_bytes=self.drafter.scratch_bytes if self.drafter else None,
+        )
         if on_plan:
             on_plan(self.plan)
-        runner.allocate(threads)
+        self.pool = Pool(native(), options.threads)
+        runner.allocate(self.pool)
+        if self.drafter:
+            self.drafter.allocate(self.pool)
         self._vocab_size = runner.output.width
         self.runner: Runner | None = runner
-        self.session = Session(runner, self.summary.specs, self.plan.ctx, kv, self.plan.checkpoints)
+        self.history = DraftHistory()
+        self.session = self.new_session()
+        self.draft_model = self._draft_model(draft_model)
+
+    def new_session(self) -> Session:
+        """A timeline of its own over this model; its memory comes on top of the plan's."""
+        plan = self.plan
+        return Session(self._open_runner(), self.summary.specs, plan.ctx, plan.kv, plan.checkpoints, self.drafter)
+
+    def _draft_model(self, small: "Engine | None") -> ModelDraft | None:
+        if small is None:
+            return None
+        texts = [[engine.tokenizer.token_text(t) for t in range(engine.tokenizer.vocab_size)] for engine in (small, self)]
+        ModelDraft.check_vocabularies(*texts)
+        return ModelDraft(small.session)
 
     @property
     def ctx(self) -> int:
@@ -123,7 +173,16 @@ class Engine:
             )
         if max_tokens is not None:
             overrides["max_tokens"] = max_tokens
-        return Generation(self._open_session(), self.tokenizer, made, self.sampling(sampling, **overrides), on_progress)
+        request = GenerationRequest(made, self.sampling(sampling, **overrides))
+        return Generation(self.answer(request), on_progress)
+
+    def answer(self, request: GenerationRequest, session: Session | None = None) -> Answer:
+        """The answer to a request in token ids, to be driven step by step; session: None for the engine's own.
+
+        Raises SettingError for token ids in the settings that the vocabulary lacks.
+        """
+        session = session or self._open_session()
+        return Answer(session, self.tokenizer, request, self.history, self.drafts, self.draft_model)
 
     def sampling(self, base: Sampling | None = None, *, profile: str | None = None, thinking: bool = True, **overrides) -> Sampling:
         """Complete settings: overrides > base; without base, > profile > the file's > the model family's defaults.
@@ -134,11 +193,24 @@ class Engine:
             return resolve(self.file.metadata, None, thinking, overrides, profile)
         return Sampling.from_dict({f.name: getattr(base, f.name) for f in fields(base)} | overrides)
 
+    def mean_hidden(self, ids: Sequence[int]) -> np.ndarray:
+        """Mean over the tokens of the hidden states after the last norm, float32 [hidden_size]; forgets the running
+        conversation. Raises RequestError."""
+        self._check_ids(ids)
+        return self._open_session().mean_hidden(ids)
+
+    def release_memory(self) -> None:
+        """Gives back the pages of the engine's own conversation; the engine stays usable."""
+        self._open_session().clear()
+
     def close(self) -> None:
         """Frees threads, memory and the mapped file; safe to call twice."""
         if self.runner is not None:
             self.runner.close()
-            self.runner = self.session = None
+            if self.drafter:
+                self.drafter.close()
+            self.pool.close()
+            self.runner = self.session = self.drafter = None
             self.template.close()
             self.file.close()
 
@@ -147,6 +219,11 @@ class Engine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _open_runner(self) -> Runner:
+        if self.runner is None:
+            raise RequestError("the engine is closed")
+        return self.runner
 
     def _open_session(self) -> Session:
         if self.session is None:

@@ -1,73 +1,164 @@
-"""One answer while it is being written: prefill, then token by token, as an iterator over pieces of text.
+"""One answer while it is being written: prefill, then round by round, as an iterator over pieces of text.
 
-In: a session, a prompt in token ids, settings. Out: text, and GenerationStats when it has ended.
+In: a session, a request. Out: text, and GenerationStats when it has ended.
 """
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
+import numpy as np
+
+from tandem.errors import EngineError
+from tandem.requests import DecodeStep, GenerationRequest, GenerationStats, Piece, PrefillStep, StopReason, TokenLogprob
+from tandem.runtime.decode import NO_DRAFTS, Decoder, DraftHistory, DraftSettings, decode_round
+from tandem.runtime.draft_model import ModelDraft
 from tandem.runtime.loop_guard import LoopGuard
 from tandem.runtime.sampler import Sampler
-from tandem.runtime.sampling import Sampling
-from tandem.runtime.session import Session
+from tandem.runtime.session import Prefill, Session
 from tandem.text.stop import StopMatcher
 from tandem.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """Token ids; lengths at which a later prompt is likely to part from this one (worth a checkpoint); whether the
-    answer continues the prompt's own text, so that a space before its first word belongs to it."""
+class AnswerText:
+    """Tokens of an answer -> pieces of text, and why it ends. `pieces` collects what has not been fetched."""
 
-    ids: list[int]
-    borders: tuple[int, ...]
-    continues: bool
+    def __init__(self, tokenizer: Tokenizer, request: GenerationRequest):
+        sampling = request.sampling
+        self.tokenizer, self.logprobs, self.limit = tokenizer, request.logprobs, sampling.max_tokens
+        self.decoder = tokenizer.decoder(continues=request.prompt.continues)
+        self.stops = StopMatcher(sampling.stop)
+        self.guard = LoopGuard() if sampling.loop_guard else None
+        self.token_ids: list[int] = []
+        self.pieces: list[Piece] = []
+        self.reason: StopReason | None = "length" if self.limit is not None and self.limit < 1 else None
+
+    def take(self, token: int, logits: np.ndarray) -> bool:
+        """One token; whether it ends the answer. The token that means the end is no part of it."""
+        if token in self.tokenizer.eog_ids:
+            self.reason = "eos"
+            return True
+        self.token_ids.append(token)
+        text, stopped = self.stops.push(self.decoder.push(token))
+        control = self.tokenizer.token_text(token) if token in self.tokenizer.control_ids else None
+        logprob, top = (None, ()) if self.logprobs is None else _logprobs(token, logits, self.logprobs)
+        self.pieces.append(Piece(token, text, control, logprob, top))
+        if stopped:
+            self.reason = "stop"
+        elif self.guard and self.guard.push(token):
+            self.reason = "loop"
+        elif self.limit is not None and len(self.token_ids) >= self.limit:
+            self.reason = "length"
+        return self.reason is not None
+
+    def tokens_left(self) -> int:
+        """Most tokens that may still come."""
+        return 1 << 30 if self.limit is None else self.limit - len(self.token_ids)
+
+    def fetch(self, ended: bool) -> tuple[Piece, ...]:
+        """The pieces since the last call; at the end with what was held back for a stop string or a character."""
+        if ended and self.stops.matched is None:
+            tail, stopped = self.stops.push(self.decoder.flush())
+            tail += "" if stopped else self.stops.flush()
+            if stopped:
+                self.reason = "stop"
+            if tail:
+                self.pieces.append(Piece(-1, tail))
+        pieces, self.pieces = tuple(self.pieces), []
+        return pieces
 
 
-@dataclass(frozen=True)
-class GenerationStats:
-    """How an answer went. stop_reason: "eos", "stop", "length", "loop", "cancelled" or "context" (context full).
-
-    first_token_s counts from the start of prefill; decode_s from the first token to the last.
-    """
-
-    prompt_tokens: int
-    reused_tokens: int
-    completion_tokens: int
-    prefill_s: float
-    decode_s: float
-    first_token_s: float
-    stop_reason: str
-
-    @property
-    def prefill_tok_s(self) -> float:
-        """Computed prompt tokens a second."""
-        return (self.prompt_tokens - self.reused_tokens) / self.prefill_s if self.prefill_s > 0 else 0.0
-
-    @property
-    def decode_tok_s(self) -> float:
-        """Tokens a second after the first."""
-        return (self.completion_tokens - 1) / self.decode_s if self.decode_s > 0 else 0.0
-
-
-class Generation:
-    """Iterate for pieces of text. `stats` is None until the end. `cancel()` ends it within one step."""
+class Answer:
+    """One request on its session: `prefill` until it is done, then rounds, until `reason` says why it has ended."""
 
     def __init__(
         self,
         session: Session,
         tokenizer: Tokenizer,
-        prompt: Prompt,
-        sampling: Sampling,
-        on_progress: Callable[[int, int], None] | None,
+        request: GenerationRequest,
+        history: DraftHistory,
+        drafts: DraftSettings = NO_DRAFTS,
+        draft_model: ModelDraft | None = None,
     ):
-        self.session, self.tokenizer, self.prompt, self.sampling = session, tokenizer, prompt, sampling
-        self.on_progress = on_progress
-        self.sampler = Sampler(sampling, session.vocab_size)
-        self.token_ids: list[int] = []
+        self.session, self.request, self.text = session, request, AnswerText(tokenizer, request)
+        self.sampler = Sampler(request.sampling, session.vocab_size)
+        if request.drafts is not None:
+            drafts = DraftSettings(drafts.sources, min(request.drafts, drafts.longest), drafts.adaptive)
+        self.decoder = Decoder(
+            session,
+            self.sampler,
+            self.text.take,
+            history=history,
+            drafts=drafts,
+            constraint=request.constraint() if request.constraint else None,
+            draft_model=draft_model,
+            tokens_left=self.text.tokens_left,
+        )
+        self._prefill: Prefill | None = None
+        self._began = self._prefilled = self._first = self._last = time.perf_counter()
+        self._cancelled: StopReason | None = None
+
+    @property
+    def reason(self) -> StopReason | None:
+        """Why the answer has ended, None while it goes on."""
+        return self._cancelled or self.text.reason or ("context" if self.decoder.full else None)
+
+    @property
+    def prefilled(self) -> bool:
+        """Whether the prompt is in the session and rounds may begin."""
+        return self._prefill is not None and self._prefill.logits is not None
+
+    @property
+    def reused(self) -> int:
+        """Prompt tokens whose state was there already."""
+        return self._prefill.reused if self._prefill else 0
+
+    def prefill(self, max_tokens: int | None = None) -> PrefillStep:
+        """Runs one chunk of the prompt; the first call cuts the session to what of it can be reused."""
+        if self._prefill is None:
+            self._began = self._prefilled = self._first = self._last = time.perf_counter()
+            self._prefill = Prefill(self.session, self.request.prompt.ids, self.request.prompt.borders)
+        self._prefill.step(max_tokens)
+        if self.prefilled:
+            self._prefilled = self._first = self._last = time.perf_counter()
+            self.sampler.accept_prompt(self.request.prompt.ids)
+            self.decoder.start(self._prefill.logits)
+        return PrefillStep(len(self.session.tokens), len(self.request.prompt.ids), self.reused)
+
+    def after_round(self) -> DecodeStep:
+        """What the round that has just run added."""
+        self._last = time.perf_counter()
+        if self._first == self._prefilled:
+            self._first = self._last
+        return DecodeStep(self.text.fetch(ended=self.reason is not None), self.reason)
+
+    def stop(self, reason: StopReason) -> None:
+        """Ends the answer before its time."""
+        if self.reason is None:
+            self._cancelled = reason
+
+    def stats(self) -> GenerationStats:
+        """How it went."""
+        counts = self.decoder.counts
+        return GenerationStats(
+            prompt_tokens=len(self.request.prompt.ids),
+            reused_tokens=self.reused,
+            completion_tokens=len(self.text.token_ids),
+            prefill_s=self._prefilled - self._began,
+            decode_s=self._last - self._first,
+            first_token_s=self._first - self._began,
+            stop_reason=self.reason or "cancelled",
+            drafted=sum(counts.drafted),
+            accepted=sum(counts.accepted),
+            rounds=counts.rounds,
+        )
+
+
+class Generation:
+    """Iterate for pieces of text. `stats` is None until the end. `cancel()` ends it within one step."""
+
+    def __init__(self, answer: Answer, on_progress: Callable[[int, int], None] | None):
+        self.answer, self.on_progress = answer, on_progress
         self.stats: GenerationStats | None = None
-        self.stop_reason: str | None = None
         self._cancelled = False
         self._pieces = self._write()
 
@@ -76,6 +167,21 @@ class Generation:
 
     def __next__(self) -> str:
         return next(self._pieces)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Tokens so far, without the one that ended the answer."""
+        return self.answer.text.token_ids
+
+    @property
+    def sampler(self) -> Sampler:
+        """The state of its sampling; `seed` is the one in use."""
+        return self.answer.sampler
+
+    @property
+    def stop_reason(self) -> StopReason | None:
+        """Why it has ended, None while it goes on."""
+        return self.answer.reason
 
     def cancel(self) -> None:
         """Ends the answer before its next step; may be called from another thread."""
@@ -86,64 +192,34 @@ class Generation:
         return "".join(self)
 
     def _write(self) -> Iterator[str]:
-        start = time.perf_counter()
-        logits, reused = self.session.sync(
-            self.prompt.ids, self.prompt.borders, self.on_progress, lambda: self._cancelled
-        )
-        prefilled = time.perf_counter()
-        first = last = prefilled
+        answer = self.answer
         try:
-            decoder, stops = self.tokenizer.decoder(continues=self.prompt.continues), StopMatcher(self.sampling.stop)
-            self.sampler.accept_prompt(self.prompt.ids)
-            for token in self._tokens(logits):
-                last = time.perf_counter()
-                first = last if len(self.token_ids) == 1 else first
-                piece, stopped = stops.push(decoder.push(token))
-                if piece:
-                    yield piece
-                if stopped:
-                    self.stop_reason = "stop"
-                    return
-            tail, stopped = stops.push(decoder.flush())
-            tail += "" if stopped else stops.flush()
-            if stopped:
-                self.stop_reason = "stop"
-            if tail:
-                yield tail
+            while not answer.prefilled and not self._ended(answer):
+                step = answer.prefill()
+                if self.on_progress:
+                    self.on_progress(step.done, step.total)
+            while not self._ended(answer):
+                decode_round(answer.session.runner, [answer.decoder])
+                for piece in answer.after_round().pieces:
+                    if piece.text:
+                        yield piece.text
         finally:
-            self.stats = GenerationStats(
-                prompt_tokens=len(self.prompt.ids),
-                reused_tokens=reused,
-                completion_tokens=len(self.token_ids),
-                prefill_s=prefilled - start,
-                decode_s=last - first,
-                first_token_s=first - start,
-                stop_reason=self.stop_reason or "cancelled",
-            )
+            answer.stop("cancelled")
+            self.stats = answer.stats()
 
-    def _tokens(self, logits) -> Iterator[int]:
-        """Sampled token ids up to, and without, the one that ends the answer; sets stop_reason."""
-        guard = LoopGuard() if self.sampling.loop_guard else None
-        limit = self.sampling.max_tokens
-        while True:
-            if self._cancelled or logits is None:
-                self.stop_reason = "cancelled"
-                return
-            if limit is not None and len(self.token_ids) >= limit:
-                self.stop_reason = "length"
-                return
-            token = self.sampler.sample(logits)
-            self.sampler.accept(token)
-            if token in self.tokenizer.eog_ids:
-                self.stop_reason = "eos"
-                return
-            self.token_ids.append(token)
-            yield token
-            if guard and guard.push(token):
-                self.stop_reason = "loop"
-                return
-            if len(self.session.tokens) >= self.session.ctx:
-                self.stop_reason = "context"
-                return
-            if limit is None or len(self.token_ids) < limit:
-                logits = self.session.append(token)
+    def _ended(self, answer: Answer) -> bool:
+        if self._cancelled:
+            answer.stop("cancelled")
+        return answer.reason is not None
+
+
+def _logprobs(token: int, logits: np.ndarray, count: int) -> tuple[TokenLogprob, tuple[TokenLogprob, ...]]:
+    """The token's log-probability and those of the `count` most likely ones, most likely first."""
+    if count < 0 or count > len(logits):
+        raise EngineError(f"logprobs of {count} tokens: the vocabulary has {len(logits)}")
+    peak = float(logits.max())
+    log_sum = peak + float(np.log(np.exp(logits - np.float32(peak), dtype=np.float64).sum()))
+    best = np.argpartition(logits, len(logits) - count)[len(logits) - count :] if count else np.empty(0, int)
+    best = best[np.argsort(-logits[best], kind="stable")]
+    top = tuple(TokenLogprob(int(i), float(logits[i]) - log_sum) for i in best)
+    return TokenLogprob(token, float(logits[token]) - log_sum), top

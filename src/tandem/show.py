@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TextIO
 
-from tandem.generation import GenerationStats
+from tandem.requests import GenerationStats
 from tandem.runtime.plan import CHECKPOINTS, RESERVE_BYTES, ModelSummary
 
 STOP_NOTES = {
@@ -38,10 +38,11 @@ def size(size_bytes: float) -> str:
 
 def stats_line(stats: GenerationStats) -> str:
     """One line on a run: tokens, speeds, time to the first token, why it ended."""
+    drafts = f" ({stats.accepted} of {stats.drafted} drafts accepted)" if stats.drafted else ""
     reused = f" ({stats.reused_tokens} reused)" if stats.reused_tokens else ""
     return (
         f"prompt {stats.prompt_tokens} tokens{reused} at {stats.prefill_tok_s:.1f} tok/s, "
-        f"answer {stats.completion_tokens} tokens at {stats.decode_tok_s:.1f} tok/s, "
+        f"answer {stats.completion_tokens} tokens at {stats.decode_tok_s:.1f} tok/s{drafts}, "
         f"first token after {stats.first_token_s:.2f} s, ended by {stats.stop_reason}"
     )
 
@@ -54,6 +55,8 @@ def stats_object(stats: GenerationStats) -> dict[str, float]:
         "first_token_s": round(stats.first_token_s, 6),
         "prefill_tok_s": round(stats.prefill_tok_s, 3),
         "decode_tok_s": round(stats.decode_tok_s, 3),
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
     }
 
 

@@ -6,6 +6,10 @@ A model file `models/<architecture>.py` has five names:
     state(config) -> tuple of KvState | DeltaState, one per layer (index = `layer` of the ops)
     fused(config) -> iterator of Fused: other names under which a file may carry several of those tensors as one
     forward(ops, config, weights) -> logits rows: weights maps tensor name -> ops.base.Weight
+and, if the architecture can hold a multi-token prediction block, three more:
+    draft_state(config) -> tuple of KvState: the caches of a drafting pass, () if the file has no such block
+    draft_head(config, weights) -> the Weight that turns its hidden rows into logits
+    draft(ops, config, weights, head) -> logits rows over the rows of `head`
 """
 
 from dataclasses import dataclass

@@ -154,5 +154,5 @@ def attention(
 
 def head(ops: Ops, x: Rows, weights: Mapping[str, Weight], eps: float) -> Rows:
     """Logits of the rows that the step asks for -> [n_out, vocab_size]."""
-    x = ops.rms_norm(ops.output_rows(x), weights["output_norm.weight"], eps)
-    return ops.matmul(x, weights["output.weight"])[0]
+    x = ops.rms_norm(x, weights["output_norm.weight"], eps)  # of all rows: drafts continue from them
+    return ops.matmul(ops.output_rows(x), weights["output.weight"])[0]

@@ -199,6 +199,37 @@ def forward(ops: Ops, trunk: Trunk, weights: Mapping[str, Weight], feed_forward:
     return blocks.head(ops, x, weights, eps)
 
 
+def draft_state(trunk: Trunk) -> tuple[KvState, ...]:
+    """Cache of the MTP block, the one layer of a drafting pass; () in a file without one."""
+    return (blocks.kv_state(trunk.attention),) if trunk.num_blocks > trunk.num_layers else ()
+
+
+def draft_head(trunk: Trunk, weights: Mapping[str, Weight]) -> Weight:
+    """The matrix that turns hidden rows of the MTP block into logits: its own, or the trunk's."""
+    return weights.get(f"blk.{trunk.num_layers}.nextn.shared_head_head.weight", weights["output.weight"])
+
+
+def draft(
+    ops: Ops, trunk: Trunk, weights: Mapping[str, Weight], feed_forward: FeedForward, head: Weight
+) -> Rows:
+    """Logits over the rows of `head` for the token after the step's tokens.
+
+    The step brings the hidden state (after the last norm) of the position before each token, from the trunk or from
+    this block. models.md 3.6. A file's MTP blocks after the first are not used: files carry one.
+    """
+    block, eps = Block(weights, trunk.num_layers), trunk.rms_norm_eps
+    rope = blocks.make_rope(trunk.rope_theta, trunk.rotated_dims, trunk.rope_scaling)
+    own = f"{block.prefix}nextn."
+    table = weights.get(own + "embed_tokens.weight", weights["token_embd.weight"])
+    embedded = ops.rms_norm(ops.embed(table), block["nextn.enorm"], eps)
+    before = ops.rms_norm(ops.hidden_rows(trunk.hidden_size), block["nextn.hnorm"], eps)
+    x = ops.matmul(ops.concat(embedded, before), block["nextn.eh_proj"])[0]
+    x = gated_attention(ops, ops.rms_norm(x, block["attn_norm"], eps), x, block, 0, trunk, rope)
+    x = feed_forward(ops.rms_norm(x, block["post_attention_norm"], eps), x, block)
+    norm = weights.get(own + "shared_head_norm.weight", weights["output_norm.weight"])
+    return ops.matmul(ops.output_rows(ops.rms_norm(x, norm, eps)), head)[0]
+
+
 def gated_attention(ops: Ops, normed: Rows, residual: Rows, block: Block, layer: int, trunk: Trunk, rope: Rope) -> Rows:
     """residual + attention whose heads are each multiplied by a sigmoid gate, projected."""
     spec = trunk.attention

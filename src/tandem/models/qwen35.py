@@ -69,9 +69,27 @@ def state(config: Config) -> tuple[KvState | DeltaState, ...]:
 
 def forward(ops: Ops, config: Config, weights: Mapping[str, Weight]) -> Rows:
     """Logits of the step's output rows."""
+    return hybrid.forward(ops, config.trunk, weights, _feed_forward(ops, config))
 
+
+def draft_state(config: Config) -> tuple[KvState, ...]:
+    """Cache of the MTP block; () in a file without one."""
+    return hybrid.draft_state(config.trunk)
+
+
+def draft_head(config: Config, weights: Mapping[str, Weight]) -> Weight:
+    """The matrix that turns hidden rows of the MTP block into logits."""
+    return hybrid.draft_head(config.trunk, weights)
+
+
+def draft(ops: Ops, config: Config, weights: Mapping[str, Weight], head: Weight) -> Rows:
+    """Logits over the rows of `head`, by the MTP block, of the step's output rows."""
+    return hybrid.draft(ops, config.trunk, weights, _feed_forward(ops, config), head)
+
+
+def _feed_forward(ops: Ops, config: Config) -> hybrid.FeedForward:
     def feed_forward(normed: Rows, residual: Rows, block: Block) -> Rows:
         gated = ops.gate_up(normed, block["ffn_gate"], block["ffn_up"], "silu")
         return ops.matmul_add(gated, block["ffn_down"], residual)
 
-    return hybrid.forward(ops, config.trunk, weights, feed_forward)
+    return feed_forward

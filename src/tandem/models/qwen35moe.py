@@ -105,7 +105,25 @@ def state(config: Config) -> tuple[KvState | DeltaState, ...]:
 
 def forward(ops: Ops, config: Config, weights: Mapping[str, Weight]) -> Rows:
     """Logits of the step's output rows."""
+    return hybrid.forward(ops, config.trunk, weights, _feed_forward(ops, config))
 
+
+def draft_state(config: Config) -> tuple[KvState, ...]:
+    """Cache of the MTP block; () in a file without one."""
+    return hybrid.draft_state(config.trunk)
+
+
+def draft_head(config: Config, weights: Mapping[str, Weight]) -> Weight:
+    """The matrix that turns hidden rows of the MTP block into logits."""
+    return hybrid.draft_head(config.trunk, weights)
+
+
+def draft(ops: Ops, config: Config, weights: Mapping[str, Weight], head: Weight) -> Rows:
+    """Logits over the rows of `head`, by the MTP block, of the step's output rows."""
+    return hybrid.draft(ops, config.trunk, weights, _feed_forward(ops, config), head)
+
+
+def _feed_forward(ops: Ops, config: Config) -> hybrid.FeedForward:
     def feed_forward(normed: Rows, residual: Rows, block: Block) -> Rows:
         routing = ops.route(normed, block["ffn_gate_inp"], config.num_experts_per_tok)
         chosen = block["ffn_gate_exps"], block["ffn_up_exps"], block["ffn_down_exps"]
@@ -114,4 +132,4 @@ def forward(ops: Ops, config: Config, weights: Mapping[str, Weight]) -> Rows:
         shared = ops.matmul(gated, block["ffn_down_shexp"])[0]
         return ops.add(residual, ops.add_gated(routed, shared, normed, block["ffn_gate_inp_shexp"]))
 
-    return hybrid.forward(ops, config.trunk, weights, feed_forward)
+    return feed_forward

@@ -83,6 +83,12 @@ class Ops(Protocol):
     def embed(self, table: Weight, scale: float = 1.0) -> Rows:
         """Rows of the step's token ids from table [vocab, hidden], times scale -> [T, hidden]."""
 
+    def hidden_rows(self, width: int) -> Rows:
+        """Rows that the step brings along beside its token ids: hidden states of another pass -> [T, width]."""
+
+    def concat(self, x: Rows, y: Rows) -> Rows:
+        """Each row of x followed by the same row of y."""
+
     def rms_norm(self, x: Rows, weight: Weight, eps: float, heads: int = 1) -> Rows:
         """x / sqrt(mean(x^2) + eps) * weight over each of `heads` equal parts of a row; weight [width / heads]."""
 

@@ -13,6 +13,7 @@ from tandem.ops.delta_cpu import record_delta_rule, record_short_conv
 from tandem.ops.elementwise_cpu import (
     record_add,
     record_add_gated,
+    record_concat,
     record_embed,
     record_output_rows,
     record_scale,
@@ -53,7 +54,7 @@ class Recorder:
 
     def __init__(self, program: Program):
         self.program, self.native = program, program.native
-        self.buffer, self.address = program.buffer, program.address
+        self.buffer, self.address, self.input_rows = program.buffer, program.address, program.input_rows
         self.pending: dict[Buffer, PendingNorm | PendingRope] = {}
 
     def call(self, name: str, args: ctypes.Structure, **buffers: Buffer) -> None:
@@ -83,6 +84,12 @@ class CpuOps:
 
     def embed(self, table: Weight, scale: float = 1.0) -> Buffer:
         return record_embed(self.program, table, scale)
+
+    def hidden_rows(self, width: int) -> Buffer:
+        return self.program.input_rows(width)
+
+    def concat(self, x: Buffer, y: Buffer) -> Buffer:
+        return record_concat(self.program, x, y)
 
     def rms_norm(self, x: Buffer, weight: Weight, eps: float, heads: int = 1) -> Buffer:
         return self._pend(PendingNorm(x, weight, eps, heads))

@@ -25,6 +25,21 @@ TANDEM_OP(add, AddArgs) {
     });
 }
 
+struct ConcatArgs {
+    const float *x, *y;
+    float* out;
+    int64_t x_width, y_width;
+};
+
+TANDEM_OP(concat, ConcatArgs) {
+    const int64_t width = args.x_width + args.y_width;
+    const Range rows = share(step.rows, 1, (kMinShare + width - 1) / width, team);
+    for (int64_t row = rows.begin; row < rows.end; row++) {
+        std::memcpy(args.out + row * width, args.x + row * args.x_width, args.x_width * sizeof(float));
+        std::memcpy(args.out + row * width + args.x_width, args.y + row * args.y_width, args.y_width * sizeof(float));
+    }
+}
+
 struct ScaleArgs {
     const float* x;
     float* out;

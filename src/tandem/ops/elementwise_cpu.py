@@ -31,6 +31,18 @@ class AddArgs(ctypes.Structure):
     _fields_ = [("x", ctypes.c_void_p), ("y", ctypes.c_void_p), ("out", ctypes.c_void_p), ("width", ctypes.c_int64)]
 
 
+class ConcatArgs(ctypes.Structure):
+    """Mirror of ConcatArgs in elementwise.cpp."""
+
+    _fields_ = [
+        ("x", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("x_width", ctypes.c_int64),
+        ("y_width", ctypes.c_int64),
+    ]
+
+
 class ScaleArgs(ctypes.Structure):
     """Mirror of ScaleArgs in elementwise.cpp."""
 
@@ -115,6 +127,13 @@ def record_add(program: Program, x: Buffer, y: Buffer) -> Buffer:
     _same_width("add", x, y)
     out = program.buffer(x.width)
     program.call("add", AddArgs(width=x.width), x=x, y=y, out=out)
+    return out
+
+
+def record_concat(program: Program, x: Buffer, y: Buffer) -> Buffer:
+    """`Ops.concat`."""
+    out = program.buffer(x.width + y.width)
+    program.call("concat", ConcatArgs(x_width=x.width, y_width=y.width), x=x, y=y, out=out)
     return out
 
 

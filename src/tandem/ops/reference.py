@@ -24,6 +24,7 @@ class ReferenceStep:
     tokens: np.ndarray
     positions: np.ndarray
     out_rows: np.ndarray
+    hidden: np.ndarray | None = None  # float32 [T, width], for passes that continue another's hidden states
 
 
 @dataclass
@@ -87,6 +88,13 @@ class ReferenceOps:
     def embed(self, table: Weight, scale: float = 1.0) -> np.ndarray:
         rows = unpack_part(table, self.step.tokens)
         return rows * (np.float32(scale) * product_scale(table))
+
+    def hidden_rows(self, width: int) -> np.ndarray:
+        assert self.step.hidden is not None and self.step.hidden.shape == (len(self.step.tokens), width)
+        return self.step.hidden
+
+    def concat(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return np.concatenate((x, y), axis=1)
 
     def rms_norm(self, x: np.ndarray, weight: Weight, eps: float, heads: int = 1) -> np.ndarray:
         return norm.rms_norm(x, self._vector(weight), eps, heads)

@@ -15,7 +15,7 @@ from tandem.machine import Machine
 from tandem.models import model_for
 from tandem.models.base import DeltaState, KvState
 from tandem.ops.state_cpu import size_bytes as state_bytes
-from tandem.runtime.step import MAX_ROWS
+from tandem.runtime.step import EXACT_ROWS, MAX_ROWS
 
 DEFAULT_CTX = 8192
 CHECKPOINTS = 8
@@ -45,10 +45,15 @@ class ModelSummary:
     ctx_train: int
     bytes_per_token: int
     specs: tuple[KvState | DeltaState, ...]
+    draft_specs: tuple[KvState, ...] = ()
+
+    def draft_state_bytes(self, ctx: int, kv: str) -> int:
+        """Bytes of one sequence's cache of the MTP block; 0 without one."""
+        return state_bytes(self.draft_specs, ctx, kv, MAX_ROWS) if self.draft_specs else 0
 
     def state_bytes(self, ctx: int, kv: str) -> int:
         """Bytes of one sequence's cache and recurrent state at that context."""
-        return state_bytes(self.specs, ctx, kv, MAX_ROWS)
+        return state_bytes(self.specs, ctx, kv, MAX_ROWS, EXACT_ROWS)
 
     @property
     def recurrent_bytes(self) -> int:
@@ -75,6 +80,7 @@ class Plan:
     checkpoint_bytes: int
     scratch_bytes: int
     free_bytes: int
+    draft_bytes: int = 0  # the MTP block's cache, buffers and copied head rows
 
     @property
     def total_bytes(self) -> int:
@@ -84,6 +90,7 @@ class Plan:
             + self.state_bytes
             + self.checkpoints * self.checkpoint_bytes
             + self.scratch_bytes
+            + self.draft_bytes
             + RESERVE_BYTES
         )
 
@@ -92,6 +99,8 @@ class Plan:
         rows = [("weights (mapped from the file)", self.weights_bytes), (f"cache and state, {self.ctx} tokens, {self.kv}", self.state_bytes)]
         if self.checkpoint_bytes:
             rows.append((f"checkpoints, up to {self.checkpoints}", self.checkpoints * self.checkpoint_bytes))
+        if self.draft_bytes:
+            rows.append(("drafting", self.draft_bytes))
         rows += [("scratch", self.scratch_bytes), ("interpreter and slack", RESERVE_BYTES), ("total", self.total_bytes), ("free memory", self.free_bytes)]
         return [f"{label:<36} {mib(size)}" for label, size in rows]
 
@@ -124,6 +133,7 @@ def summarise(file: GGUFFile) -> ModelSummary:
         ctx_train=int(file.metadata.get(f"{architecture}.context_length", DEFAULT_CTX)),
         bytes_per_token=_bytes_per_token(file, role_of, config),
         specs=tuple(model.state(config)),
+        draft_specs=tuple(model.draft_state(config)) if hasattr(model, "draft_state") else (),
     )
 
 
@@ -158,19 +168,30 @@ def _bytes_per_token(file: GGUFFile, role_of: dict[str, str], config) -> int:
 
 
 def make_plan(
-    summary: ModelSummary, machine: Machine, *, ctx: int | None, kv: str, threads: int, scratch_bytes: int
+    summary: ModelSummary,
+    machine: Machine,
+    *,
+    ctx: int | None,
+    kv: str,
+    threads: int,
+    scratch_bytes: int,
+    draft_scratch_bytes: int | None = None,
 ) -> Plan:
     """The plan for that context, or for the default one (at most what the model was trained on and what fits).
 
-    Raises PlanError when it does not fit, naming the largest context that would.
+    draft_scratch_bytes: what drafting takes besides its cache, None without drafts of the model's own. Raises PlanError when it does not fit, naming the largest context that would.
     """
     wanted = ctx or min(DEFAULT_CTX, summary.ctx_train)
+
+    def sizes(n: int) -> dict[str, int]:
+        drafting = 0 if draft_scratch_bytes is None else draft_scratch_bytes + summary.draft_state_bytes(n, kv)
+        return {"ctx": n, "state_bytes": summary.state_bytes(n, kv), "draft_bytes": drafting}
+
     plan = Plan(
-        ctx=wanted,
+        **sizes(wanted),
         kv=kv,
         threads=threads,
         weights_bytes=sum(role.size_bytes for role in summary.roles),
-        state_bytes=summary.state_bytes(wanted, kv),
         checkpoints=CHECKPOINTS if summary.recurrent_bytes else 0,
         checkpoint_bytes=summary.recurrent_bytes,
         scratch_bytes=scratch_bytes,
@@ -180,7 +201,7 @@ def make_plan(
         return plan
 
     def resized(n: int) -> Plan:
-        return replace(plan, ctx=n, state_bytes=summary.state_bytes(n, kv))
+        return replace(plan, **sizes(n))
 
     largest = _largest(lambda n: resized(n).total_bytes <= machine.free_bytes, wanted)
     if largest and ctx is None:

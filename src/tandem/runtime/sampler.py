@@ -65,25 +65,26 @@ class Sampler:
         if self._repetition and self.sampling.repetition_window < 0:
             self._seen.add(token)
 
-    def sample(self, logits: np.ndarray) -> int:
-        """A token id drawn from `probabilities(logits)`; it is not accepted yet.
+    def sample(self, logits: np.ndarray, allowed: np.ndarray | None = None) -> int:
+        """A token id drawn from `probabilities(logits, allowed)`; it is not accepted yet.
 
-        logits: float32 [V], not changed. Raises ShapeError for another shape or type, EngineError for logits that are
-        NaN, +inf, or -inf everywhere.
+        logits: float32 [V], not changed. allowed: bits of the tokens that may come, uint32 words, lowest bit first;
+        tokens beyond its end may not; None: all. Raises ShapeError for another shape or type, EngineError for logits
+        that are NaN, +inf, or -inf everywhere.
         """
-        adjusted = self._adjusted(self._checked(logits))
+        adjusted = self._masked(self._adjusted(self._checked(logits)), allowed)
         if self.sampling.temperature == 0.0:
             return _most_likely(adjusted)
         ids, probs = self._distribution(adjusted)
         index = _draw(probs, self._random.random())
         return index if ids is None else int(ids[index])
 
-    def probabilities(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def probabilities(self, logits: np.ndarray, allowed: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """The final distribution: (ids int64 [n] ascending, probs float64 [n] that sum to 1); all other tokens have 0.
 
-        logits: float32 [V], not changed; raises as `sample`. At temperature 0 it is one token with probability 1.
+        Arguments and errors as of `sample`. At temperature 0 it is one token with probability 1.
         """
-        adjusted = self._adjusted(self._checked(logits))
+        adjusted = self._masked(self._adjusted(self._checked(logits)), allowed)
         if self.sampling.temperature == 0.0:
             return np.array([_most_likely(adjusted)], np.int64), np.ones(1)
         ids, probs = self._distribution(adjusted)
@@ -121,6 +122,12 @@ class Sampler:
             ids, penalties = dry_penalties(self._history.last(s.dry_window), self._breakers, s)
             values[ids] -= penalties
         return values
+
+    def _masked(self, values: np.ndarray, allowed: np.ndarray | None) -> np.ndarray:
+        if allowed is None:
+            return values
+        bits = np.unpackbits(allowed.view(np.uint8), count=self.vocab_size, bitorder="little")
+        return np.where(bits, values, np.float32(-np.inf))
 
     def _distribution(self, values: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
         """(ids, probs) as `probabilities` gives; ids None stands for the whole vocabulary in order."""

@@ -1,10 +1,11 @@
-"""The hot loop: rows of token ids through the recorded program of a model -> logits. CPU only for now.
+"""The hot loop: rows of token ids of one or several sequences through a recorded program -> logits and hidden rows.
 
-In: loaded weights, a model file's forward, one sequence's state. Out: float32 logits of the wanted rows.
+In: a recorded forward or drafting pass, the states of the sequences. CPU only for now.
 """
 
-import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import addressof
+from dataclasses import dataclass
 from types import ModuleType
 
 import numpy as np
@@ -12,54 +13,103 @@ import numpy as np
 from tandem.native import Native
 from tandem.ops.base import Weight
 from tandem.ops.cpu import CpuOps
-from tandem.ops.program import Pool, Program, SegmentArgs, StepArgs
+from tandem.ops.program import Buffer, Pool, Program, SegmentArgs, StepArgs
 from tandem.ops.state_cpu import CpuState
 
 MAX_ROWS = 512  # tokens of one prefill chunk
 MAX_OUT = 8  # rows of one run of the head
+EXACT_ROWS = 8  # up to this many rows of a step, each has the same bits as if it were alone
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive tokens of one sequence in a step, the first at position start_pos.
+
+    tentative: recurrent state stays as it is until the state's `accept` says how many of the rows count.
+    """
+
+    state: CpuState
+    tokens: Sequence[int]
+    start_pos: int
+    tentative: bool = False
 
 
 class Runner:
-    """A model recorded for this machine. `record` first, then `allocate`, then `prefill` and `logits`."""
+    """A pass recorded for this machine: `allocate` first, then `run`, `logits` and `hidden`.
 
-    def __init__(self, native: Native, model: ModuleType, config, weights: Mapping[str, Weight], max_rows: int = MAX_ROWS):
+    record: called once with the ops that record, returns the logits rows.
+    """
+
+    def __init__(self, native: Native, record: Callable[[CpuOps], Buffer], max_rows: int = MAX_ROWS):
         self.native, self.max_rows = native, max_rows
         self.program = Program(native, max_rows, MAX_OUT)
-        self.output = model.forward(CpuOps(self.program), config, weights)
+        self.output = record(CpuOps(self.program))
         self.scratch_bytes = self.program.place(keep=(self.output,))
         self.pool: Pool | None = None
         self._rows = 0
+        self._tokens, self._positions = (np.zeros(max_rows, np.int32) for _ in range(2))
+        self._out_rows = np.zeros(MAX_OUT, np.int32)
+        self._addresses = tuple(a.ctypes.data for a in (self._tokens, self._positions, self._out_rows))
 
-    def allocate(self, threads: int) -> None:
-        """Takes the memory that scratch_bytes announced, and starts the threads."""
+    @classmethod
+    def trunk(cls, native: Native, model: ModuleType, config, weights: Mapping[str, Weight]) -> "Runner":
+        """The forward pass of a model file."""
+        return cls(native, lambda ops: model.forward(ops, config, weights))
+
+    def allocate(self, pool: Pool) -> None:
+        """Takes the memory that scratch_bytes announced; the pool's threads will run the steps."""
         self.program.finish()
-        self.pool = Pool(self.native, threads)
+        self.pool = pool
 
-    def run(self, tokens: Sequence[int], start_pos: int, state: CpuState) -> None:
-        """Advances one sequence by these tokens (1..max_rows), at positions start_pos onwards."""
+    def run(self, parts: Sequence[Part], hidden: np.ndarray | None = None) -> None:
+        """Advances each sequence by its tokens, 1..max_rows in all.
+
+        hidden: float32 [rows, width], for passes that read hidden states.
+        """
         assert self.pool is not None
-        ids = np.ascontiguousarray(tokens, np.int32)
-        positions = np.arange(start_pos, start_pos + len(ids), dtype=np.int32)
-        segment = SegmentArgs(0, len(ids), start_pos, 0, state.layer_state)
-        step = StepArgs(len(ids), 1, 0, 0, ids.ctypes.data, positions.ctypes.data, None, ctypes.addressof(segment))
-        self.program.run_trunk(self.pool, step)
-        self._rows = len(ids)
+        segments = (SegmentArgs * len(parts))()
+        rows = 0
+        for at, part in enumerate(parts):
+            end = rows + len(part.tokens)
+            self._tokens[rows:end] = part.tokens
+            self._positions[rows:end] = range(part.start_pos, part.start_pos + end - rows)
+            tentative = {"tentative": True} if part.tentative else {}
+            segments[at] = part.state.segment(rows, end - rows, part.start_pos, **tentative)
+            rows = end
+        if hidden is not None:
+            self.program.rows(self.program.input, rows)[:] = hidden
+        tokens, positions, _ = self._addresses
+        self.program.run_trunk(self.pool, StepArgs(rows, len(parts), 0, 0, tokens, positions, None, addressof(segments)))
+        self._rows = rows
+
+    def run_hidden(self, hidden: np.ndarray) -> None:
+        """A pass over hidden rows alone, float32 [rows, width]: no tokens, no sequences."""
+        rows = len(hidden)
+        self.program.rows(self.program.input, rows)[:] = hidden
+        self.program.run_trunk(self.pool, StepArgs(rows, 0, 0, 0, None, None, None, None))
+        self._rows = rows
 
     def logits(self, rows: Sequence[int]) -> np.ndarray:
-        """Logits of those rows of the last run, float32 [len(rows), vocab_size]."""
-        wanted = np.ascontiguousarray(rows, np.int32)
-        assert len(wanted) and wanted.min() >= 0 and wanted.max() < self._rows
-        out = np.empty((len(wanted), self.output.width), np.float32)
-        for at in range(0, len(wanted), MAX_OUT):
-            part = wanted[at : at + MAX_OUT]
-            step = StepArgs(len(part), 0, len(part), 0, None, None, part.ctypes.data, None)
-            self.program.run_head(self.pool, step)
-            out[at : at + len(part)] = self.program.rows(self.output, len(part))
-        return out
+        """Logits of those rows of the last run, float32 [len(rows), vocab_size]; up to MAX_OUT rows are a view that
+        the next call overwrites."""
+        assert len(rows) and min(rows) >= 0 and max(rows) < self._rows
+        if len(rows) <= MAX_OUT:
+            return self._head(rows)
+        parts = (rows[at : at + MAX_OUT] for at in range(0, len(rows), MAX_OUT))
+        return np.concatenate([self._head(part).copy() for part in parts])
+
+    def hidden(self) -> np.ndarray:
+        """Hidden states after the last norm of all rows of the last run, float32 [rows, hidden_size]; a view that the
+        next run overwrites."""
+        return self.program.rows(self.program.hidden, self._rows)
 
     def close(self) -> None:
-        """Joins the threads and frees the arena; safe to call twice."""
-        if self.pool is not None:
-            self.pool.close()
-            self.pool = None
+        """Frees the arena; safe to call twice."""
+        self.pool = None
         self.program.arena = None
+
+    def _head(self, rows: Sequence[int]) -> np.ndarray:
+        n = len(rows)
+        self._out_rows[:n] = rows
+        self.program.run_head(self.pool, StepArgs(n, 0, n, 0, None, None, self._addresses[2], None))
+        return self.program.rows(self.output, n)
