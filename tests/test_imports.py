@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1] / "src" / "tandem"
-ORDER = ["errors", "settings", "machine", "native", "gguf", "quant", "ops", "models", "runtime", "text", "requests", "generation", "batch", "engine"]
+ORDER = ["errors", "settings", "machine", "native", "gguf", "quant", "ops", "models", "runtime", "text", "requests", "generation", "engine", "batch"]
 ALONE = {"text": {"errors", "gguf"}}
 TOP = {"bench", "serve", "doctor", "pull", "catalog", "cli", "default_model", "chat", "show", "__init__", "__main__"}  # may use anything below, nothing below may use them
 MAX_LINES = 700

@@ -4,8 +4,14 @@
 
 #include <pthread.h>
 #include <sched.h>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include <chrono>
+#include <climits>
 #include <condition_variable>
 #include <cstdlib>
 #include <memory>
@@ -22,8 +28,9 @@ namespace tandem {
 namespace {
 
 constexpr int kLoopSlots = 16;  // at most 8 loops between two barriers, and one barrier's worth being cleared
-// Long: a thread that yields to another process gets its core back milliseconds later, at every barrier of a token.
-constexpr int kSpinsBeforeYield = 1000000;
+// A waiting thread sleeps after this many pauses: on a busy machine the thread it waits for may need its core, and one
+// that has slept gets a core back sooner than one that has only yielded.
+constexpr int kSpinsBeforeSleep = 4000;
 constexpr auto kSpinBeforeSleep = std::chrono::microseconds(400);
 
 inline void cpu_pause() {
@@ -85,13 +92,17 @@ public:
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) == threads_ - 1) {
             clear_counters();
             arrived_.store(0, std::memory_order_relaxed);
-            phase_.store(phase + 1, std::memory_order_release);
+            phase_.store(phase + 1);
+            if (sleepers_.load() > 0) wake_sleepers();
             return;
         }
-        for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; spins++) {
-            if (spins < kSpinsBeforeYield) cpu_pause();
-            else sched_yield();
+        for (int spins = 0; spins < kSpinsBeforeSleep; spins++) {
+            if (phase_.load(std::memory_order_acquire) != phase) return;
+            cpu_pause();
         }
+        sleepers_.fetch_add(1);
+        while (phase_.load() == phase) sleep_while(phase);
+        sleepers_.fetch_sub(1);
     }
 
     std::atomic<int64_t>& counter(int loop) { return counters_[loop].value; }
@@ -139,6 +150,14 @@ private:
         }
     }
 
+#if defined(__linux__)
+    void sleep_while(int phase) { syscall(SYS_futex, &phase_, FUTEX_WAIT_PRIVATE, phase, nullptr, nullptr, 0); }
+    void wake_sleepers() { syscall(SYS_futex, &phase_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0); }
+#else
+    void sleep_while(int) { sched_yield(); }
+    void wake_sleepers() {}
+#endif
+
     void clear_counters() {
         for (auto& c : counters_) c.value.store(0, std::memory_order_relaxed);
     }
@@ -155,6 +174,7 @@ private:
     const Step* step_ = nullptr;
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<int> phase_{0};
+    std::atomic<int> sleepers_{0};
     PaddedCounter counters_[kLoopSlots];
 };
 
