@@ -1,13 +1,18 @@
 """Tentative rows of recurrent layers: whatever of them is accepted, all bits are those of running just those tokens."""
 
+import ctypes
+import mmap
+import sys
+
 import numpy as np
 import pytest
 from recorded_ops import ISAS, MAX_ROWS, DeltaSpec, KvSpec, Recorded, rows_of, weight
 
 from tandem import native
+from tandem.errors import ShapeError
 from tandem.ops.base import Delta
 from tandem.ops.delta_cpu import record_delta_rule, record_short_conv
-from tandem.ops.state_cpu import MAX_TENTATIVE, CpuState, size_bytes
+from tandem.ops.state_cpu import MAX_TENTATIVE, CpuState, KvPrefix, size_bytes
 
 # k heads, v heads, head_dim, conv width
 SHAPES = {
@@ -204,3 +209,96 @@ def test_rejected_rows_have_replaced_the_oldest_positions_of_a_ring():
     state.accept(0)  # the sequence has 992 positions, the ring has lost those of 1000
     assert state.can_cut(992, 1000 - capacity + 99)
     assert not state.can_cut(992, 1000 - capacity + 98)
+
+
+MIXED = [KvSpec(2, 64, 32), DeltaSpec(3, 16, 16, 100, 4), KvSpec(1, 32, 64, window=50)]
+
+
+def write_positions(state: CpuState, begin: int, end: int, seed: int) -> None:
+    """Fills the caches of positions [begin, end) with bytes that tell layer, head and position apart, as a step would."""
+    for at in range(begin, end):
+        state.segment(0, 1, at)
+        for spec, view in state._attention_layers():
+            for cache in state._caches(spec, view):
+                slot = cache[:, at % view.capacity]
+                slot[:] = np.random.default_rng((seed, at, cache.shape[2])).integers(0, 256, slot.shape)
+
+
+def held(state: CpuState, at: int) -> list[bytes]:
+    return [c[:, at % v.capacity].tobytes() for s, v in state._attention_layers() for c in state._caches(s, v)]
+
+
+@pytest.mark.parametrize("kv", ["f16", "q8_0", "f32"])
+@pytest.mark.parametrize("filled, length", [(90, 90), (90, 40), (700, 700), (700, 610), (370, 366)])
+def test_a_copied_prefix_holds_what_the_next_token_reads(kv, filled, length):
+    source, copy = (CpuState(MIXED, 1000, kv, 64) for _ in range(2))
+    write_positions(source, 0, filled, seed=1)
+    write_positions(copy, 0, 800, seed=2)  # what was there before
+    copy.copy_prefix(source, length)
+    for at in range(length):
+        full, ring = held(source, at), held(copy, at)
+        assert full[:2] == ring[:2]
+        if at >= length - 50:
+            assert full[2:] == ring[2:]
+    assert copy.can_cut(length, length)
+    for to in range(0, length, 7):  # and it never claims more than its source
+        assert source.can_cut(filled, to) or not copy.can_cut(length, to)
+        if copy.can_cut(length, to):
+            assert all(held(source, at) == held(copy, at) for at in range(max(0, to - 50), length))
+
+
+def test_a_prefix_moves_between_rings_of_other_sizes():
+    for rows in ((64, 16), (16, 64)):
+        source, other = (CpuState(MIXED, ctx, "f16", n) for ctx, n in zip((1000, 900), rows, strict=True))
+        write_positions(source, 0, 700, seed=1)
+        prefix = source.prefix(690)
+        other.load_prefix(KvPrefix(690, prefix.first, tuple(a.copy() for a in prefix.arrays)))
+        assert other.can_cut(690, 690)
+        for to in range(690):
+            if other.can_cut(690, to):
+                assert all(held(source, at) == held(other, at) for at in range(max(0, to - 49), 690))
+
+
+def test_a_prefix_of_another_model_is_refused_and_nothing_is_written():
+    source = CpuState(MIXED, 1000, "f16", 64)
+    write_positions(source, 0, 100, seed=1)
+    prefix = source.prefix(100)
+    fewer = KvPrefix(100, prefix.first[:1], prefix.arrays[:2])
+    longer = KvPrefix(101, prefix.first, prefix.arrays)
+    for state, wrong in (
+        (CpuState(MIXED, 1000, "q8_0", 64), prefix),
+        (CpuState(MIXED, 90, "f16", 64), prefix),
+        (CpuState([KvSpec(1, 64, 32), *MIXED[1:]], 1000, "f16", 64), prefix),
+        (CpuState(MIXED, 1000, "f16", 64), fewer),
+        (CpuState(MIXED, 1000, "f16", 64), longer),
+    ):
+        with pytest.raises(ShapeError, match="positions"):
+            state.load_prefix(wrong)
+        assert not state.memory.any()
+
+
+def resident(state: CpuState) -> int:
+    """Bytes of the state's memory that are in RAM, asked of the system."""
+    begin = state.memory.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
+    pages = -(-(state.memory.ctypes.data + state.memory.nbytes - begin) // mmap.PAGESIZE)
+    vector = (ctypes.c_ubyte * pages)()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(begin), ctypes.c_size_t(pages * mmap.PAGESIZE), vector) == 0
+    return sum(page & 1 for page in vector) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what is resident")
+def test_memory_is_resident_where_positions_are_and_given_back():
+    specs = [KvSpec(2, 128, 128), DeltaSpec(8, 64, 64, 1000, 4), KvSpec(4, 64, 64), KvSpec(2, 64, 64, window=50)]
+    state = CpuState(specs, 100_000, "f16", 64)
+    slack = (2 * 2 + 4 * 2 + 2 * 2 + 3) * mmap.PAGESIZE  # a head's part begins anywhere in a page
+    assert resident(state) <= mmap.PAGESIZE and state.held_bytes == state.resident_bytes(0) == 0
+    for length in (300, 2000):
+        state.restore(np.ones_like(state.recurrent_memory))
+        write_positions(state, state._written, length, seed=1)
+        assert state.resident_bytes(length) == state.held_bytes
+        assert abs(resident(state) - state.resident_bytes(length)) <= slack
+    state.reset()
+    assert state.held_bytes == state.resident_bytes(2000) and resident(state) > 2_000_000
+    state.release()
+    assert state.held_bytes == 0 and resident(state) <= mmap.PAGESIZE
+    assert not state.snapshot().any() and state.can_cut(0, 0)

@@ -4,10 +4,16 @@ In: the state specs of a model. Out: the segments of a step, with the table of p
 
 Tentative rows (drafts to be verified) leave the recurrent state as it was and log what they would do to it; of these,
 the next segment applies those that `accept` said count. Attention caches are simply overwritten.
+
+Memory takes RAM where positions have been written, and gives it back on `release`.
 """
 
+import contextlib
 import ctypes
+import mmap
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -66,6 +72,16 @@ def size_bytes(specs: Sequence, ctx: int, kv: str, max_rows: int, max_tentative:
     return sum(map(_aligned, parts))
 
 
+@dataclass(frozen=True)
+class KvPrefix:
+    """The attention caches of a sequence's first `length` positions: keys, then values of each attention layer, uint8
+    [heads, length - first, bytes]. `first` has each layer's first position: a ring has lost those before it."""
+
+    length: int
+    first: tuple[int, ...]
+    arrays: tuple[np.ndarray, ...]
+
+
 class CpuState:
     """State of one sequence, in one allocation, zero at first.
 
@@ -88,7 +104,8 @@ class CpuState:
         self.specs, self.ctx, self.kv = tuple(specs), ctx, kv
         self.max_rows, self.max_tentative = max_rows, max_tentative
         self.size_bytes = size_bytes(specs, ctx, kv, max_rows, max_tentative)
-        self.memory = np.zeros(self.size_bytes, np.uint8)
+        self._mapping = _lazy_memory(self.size_bytes)
+        self.memory = np.frombuffer(self._mapping, np.uint8)
         self._used = -self.memory.ctypes.data % ALIGNMENT
         begin = self._used
         self.views: list[KvView | DeltaView] = [
@@ -100,6 +117,7 @@ class CpuState:
         self.table = (ctypes.c_void_p * len(self.views))(*map(ctypes.addressof, self.views))
         self.layer_state = ctypes.addressof(self.table)
         self._written = 0  # positions ever written since the last reset: they have replaced older ones in the rings
+        self._touched = 0  # positions that take RAM
         self._tentative_rows: int | None = None  # of a tentative segment that `accept` has not judged yet
         self._pending_rows = 0  # accepted rows of the log that are yet to be applied
         self._log_half = 0  # where the next tentative segment writes
@@ -148,6 +166,7 @@ class CpuState:
             parity=self._log_half,
         )
         self._written = max(self._written, start_pos + rows)
+        self._touched = max(self._touched, self._written)
         self._pending_rows = 0
         if tentative:
             self._tentative_rows = rows
@@ -194,8 +213,88 @@ class CpuState:
     def reset(self) -> None:
         """Makes the state that of an empty sequence."""
         self.recurrent_memory[:] = 0
+        self._forget()
+
+    def release(self) -> None:
+        """`reset`, and all RAM goes back to the system (on Linux); the state can be used again."""
+        if sys.platform != "linux":
+            return self.reset()
+        self._mapping.madvise(mmap.MADV_DONTNEED)
+        self._forget()
+        self._touched = 0
+
+    def _forget(self) -> None:
         self._written = 0
         self._tentative_rows, self._pending_rows = None, 0
+
+    def resident_bytes(self, length: int) -> int:
+        """RAM that the state takes once the sequence has been `length` long, in whole pages; 0 for 0."""
+        if not length:
+            return 0
+        total = self.recurrent_memory.nbytes + sum(sum(_log_bytes(s, self.max_tentative)) for s, _ in self._delta_layers())
+        for spec, view in self._attention_layers():
+            rows = min(length, view.capacity)
+            for part in _kv_bytes(spec, self.ctx, self.kv, self.max_rows):
+                total += spec.num_kv_heads * _in_pages(part // view.capacity // spec.num_kv_heads * rows)
+        return total
+
+    @property
+    def held_bytes(self) -> int:
+        """RAM that the state takes now: cutting a sequence frees none, `release` all."""
+        return self.resident_bytes(self._touched)
+
+    def prefix(self, length: int) -> KvPrefix:
+        """The attention caches of the first `length` positions; views where these are contiguous, valid until the next
+        step. `can_cut` must hold for it."""
+        assert self.can_cut(length, length)
+        first, arrays = [], []
+        for spec, view in self._attention_layers():
+            first.append(max(0, self._written - view.capacity))
+            arrays += [_read_slots(cache, first[-1], length) for cache in self._caches(spec, view)]
+        return KvPrefix(length, tuple(first), tuple(arrays))
+
+    def load_prefix(self, prefix: KvPrefix) -> None:
+        """Makes the attention caches those of that prefix; the recurrent part is the caller's to `restore`.
+
+        Raises ShapeError, before anything is written, if the prefix is another model's or does not fit.
+        """
+        self._check_prefix(prefix)
+        self._forget()
+        self._written = prefix.length
+        arrays = iter(prefix.arrays)
+        for (spec, view), first in zip(self._attention_layers(), prefix.first, strict=True):
+            if first:  # what a ring has lost must look replaced
+                self._written = max(self._written, first + view.capacity)
+            for cache in self._caches(spec, view):
+                _write_slots(cache, next(arrays), prefix.length)
+        self._touched = max(self._touched, prefix.length)
+
+    def copy_prefix(self, other: "CpuState", length: int) -> None:
+        """`load_prefix` of another state of the same model."""
+        self.load_prefix(other.prefix(length))
+
+    def _check_prefix(self, prefix: KvPrefix) -> None:
+        layers = self._attention_layers()
+        expected = [
+            (spec.num_kv_heads, prefix.length - first, cache.shape[2])
+            for (spec, view), first in zip(layers, prefix.first, strict=False)
+            for cache in self._caches(spec, view)
+        ]
+        found = [array.shape for array in prefix.arrays]
+        if len(prefix.first) != len(layers) or found != expected or prefix.length > self.ctx:
+            raise ShapeError(
+                f"a cache of {prefix.length} positions and {len(prefix.first)} layers, arrays {found[:2]}...: this "
+                f"state has {len(layers)} layers of {expected[:2]}... and holds {self.ctx} positions"
+            )
+
+    def _caches(self, spec, view: KvView) -> list[np.ndarray]:
+        """Keys and values of a layer, uint8 [heads, capacity, bytes]."""
+        sizes = _kv_bytes(spec, self.ctx, self.kv, self.max_rows)
+        starts = (address - self.memory.ctypes.data for address in (view.k, view.v))
+        return [
+            self.memory[start : start + size].reshape(spec.num_kv_heads, view.capacity, -1)
+            for start, size in zip(starts, sizes, strict=True)
+        ]
 
     def _attention_layers(self) -> list[tuple]:
         return [(s, v) for s, v in zip(self.specs, self.views, strict=True) if not is_recurrent(s)]
@@ -209,6 +308,39 @@ def _commit_entry(library: Native):
     entry = library.lib.tandem_delta_commit
     entry.argtypes, entry.restype = [ctypes.c_void_p] + 6 * [ctypes.c_int32], None
     return entry
+
+
+def _lazy_memory(size: int) -> mmap.mmap:
+    """Zero bytes that take RAM only where they are written, by small pages: huge ones would give every head of every
+    layer two megabytes, and reading the caches is no faster with them."""
+    mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            mapping.madvise(mmap.MADV_NOHUGEPAGE)
+    return mapping
+
+
+def _read_slots(cache: np.ndarray, first: int, end: int) -> np.ndarray:
+    """Positions [first, end) of a ring [heads, capacity, bytes]; a view where they are contiguous."""
+    capacity = cache.shape[1]
+    begin, count = first % capacity, end - first
+    if begin + count <= capacity:
+        return cache[:, begin : begin + count]
+    return np.concatenate((cache[:, begin:], cache[:, : begin + count - capacity]), axis=1)
+
+
+def _write_slots(cache: np.ndarray, rows: np.ndarray, end: int) -> None:
+    """Rows [heads, n, bytes] of the n positions before `end` into a ring, the last ones if not all fit."""
+    capacity = cache.shape[1]
+    rows = rows[:, max(0, rows.shape[1] - capacity) :]
+    begin = (end - rows.shape[1]) % capacity
+    fitting = min(rows.shape[1], capacity - begin)
+    cache[:, begin : begin + fitting] = rows[:, :fitting]
+    cache[:, : rows.shape[1] - fitting] = rows[:, fitting:]
+
+
+def _in_pages(size: int) -> int:
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _aligned(size: int) -> int:
