@@ -1,4 +1,6 @@
-"""The command `tandem`: chat, run, info, bench. Arguments in; text on stdout, everything about the run on stderr.
+"""The command `tandem`: chat, run, serve, pull, list, info, doctor, bench.
+
+Arguments in; text on stdout, everything about the run on stderr.
 
 Exit codes: 0 done, 1 stdout was closed, 2 a mistake of the caller or the file (one line on stderr), 130 interrupted.
 Only what a command needs is imported, so that `--help` and `--version` answer at once.
@@ -14,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import tandem
+from tandem.catalog import find, names
 from tandem.default_model import NOTICE, default_model
 from tandem.errors import EngineError, RequestError, nearest
+from tandem.settings import SERVED, Setting
 
 if TYPE_CHECKING:
     from tandem.engine import Engine
@@ -118,7 +122,8 @@ def _engine_options(command: Callable) -> Callable:
 def commands() -> None:
     """Runs language models from GGUF files on this computer.
 
-    MODEL is a .gguf file, or any part of a split one; without it, the small demonstration model of the package.
+    MODEL is a .gguf file, any part of a split one, or the name of a pulled one; without it, the small demonstration
+    model of the package.
     """
 
 
@@ -241,6 +246,86 @@ def bench(model: str | None, prefill: int, depths: str, decode: int, repeats: in
         click.echo(report(engine, speeds, prefill))
 
 
+def _server_options(command: Callable) -> Callable:
+    """Adds every setting of the server as an option; values stay texts, so that all sources are read alike."""
+    for spec in reversed(SERVED.values()):
+        if not spec.secret and spec.name != "model":
+            command = _setting_option(spec)(command)
+    return command
+
+
+def _setting_option(spec: Setting) -> Callable:
+    shown = ",".join(spec.default) if spec.kind == "list" else str(spec.default).lower()
+    about = f"{spec.meaning}{f'  [default: {shown}]' if shown and shown != '0' else ''}"
+    if spec.kind == "switch":
+        return click.option(f"{spec.flag}/--no-{spec.flag[2:]}", spec.name, default=None, help=about)
+    metavar = "|".join(spec.choices) or {"text": "TEXT", "list": "TEXT"}.get(spec.kind, spec.kind.upper())
+    return click.option(spec.flag, spec.name, metavar=metavar, multiple=spec.kind == "list", help=about)
+
+
+@commands.command(
+    epilog="Each option is also a variable, --max-queue is TANDEM_MAX_QUEUE, and a line of the configuration file, "
+    "max_queue = 64; options win over variables, variables over the file. Keys that clients must show come from "
+    "TANDEM_API_KEY, api_key of the file, or --api-key-file."
+)
+@click.argument("model", metavar="[MODEL]", required=False)
+@click.option("--config", metavar="FILE", help="configuration file; default: ~/.config/tandem/tandem.toml, if there")
+@_server_options
+def serve(config: str | None, **flags: Any) -> None:
+    """Answer OpenAI- and Anthropic-style clients over HTTP, and serve a page to chat with."""
+    from tandem.serve.command import serve as serve_until_stopped
+    from tandem.serve.config import load_config
+
+    click.get_current_context().exit(serve_until_stopped(load_config(flags, path=config)))
+
+
+@commands.command()
+@click.argument("source", metavar="ORG/REPO[:QUANT]")
+@click.option("--name", help="name of the model afterwards; default: that of the file, without its ending")
+@click.option("--revision", metavar="REF", help="branch, tag or commit of the repository; default: main")
+@click.option("--quiet", "-q", is_flag=True, help="no progress")
+def pull(source: str, name: str | None, revision: str | None, quiet: bool) -> None:
+    """Download a model from the Hugging Face hub, to be used by its name afterwards.
+
+    QUANT is a quantization such as Q4_K_M, or the name of one file. A download that was interrupted goes on where it
+    stopped. HF_ENDPOINT names another hub, HF_TOKEN gives access to closed repositories.
+    """
+    from tandem.pull import pull as download
+
+    entry = download(source, name=name, revision=revision, quiet=quiet)
+    click.echo(f"{entry.name}: {entry.path}")
+
+
+@commands.command(name="list")
+@click.option("--json", "as_json", is_flag=True, help="print one JSON array")
+def list_models(as_json: bool) -> None:
+    """List the models that were pulled."""
+    from tandem.catalog import entries
+    from tandem.show import size, table
+
+    found = entries()
+    if as_json:
+        click.echo(json.dumps([entry.as_dict() for entry in found]))
+    elif found:
+        rows = [(entry.name, size(entry.size_bytes), f"{entry.repo} at {entry.revision[:12]}") for entry in found]
+        click.echo("\n".join(table([("name", "size", "from"), *rows])))
+    else:
+        click.echo("no models yet: tandem pull ORG/REPO:QUANT", err=True)
+
+
+@commands.command()
+@click.argument("model", metavar="[MODEL]", required=False)
+@click.option("--config", metavar="FILE", help="configuration file to check; default: the one that serve would read")
+@click.option("--json", "as_json", is_flag=True, help="print one JSON object")
+def doctor(model: str | None, config: str | None, as_json: bool) -> None:
+    """Check this machine, the configuration and a model, and say what to do. Exit code 1 if something would fail."""
+    from tandem.doctor import examine
+
+    report = examine(model and _existing(model), config)
+    click.echo(json.dumps(report.as_dict()) if as_json else "\n".join(report.lines()))
+    click.get_current_context().exit(0 if report.healthy else 1)
+
+
 def _depths(text: str) -> list[int]:
     try:
         places = [int(part) for part in text.split(",")]
@@ -254,7 +339,7 @@ def _depths(text: str) -> list[int]:
 def _is_prompt(word: str) -> bool:
     """Whether the only argument of `run` is meant as the prompt: it looks like no path and there is no such file."""
     looks_like_path = word.endswith(".gguf") or ("/" in word and " " not in word)
-    return word != "-" and not looks_like_path and not Path(word).exists()
+    return word != "-" and not looks_like_path and not Path(word).exists() and find(word) is None
 
 
 def _existing(model: str | None) -> Path:
@@ -263,10 +348,13 @@ def _existing(model: str | None) -> Path:
         return default_model()
     path = Path(model)
     if not path.is_file():
+        if entry := find(model):
+            return entry.path
         folder = path.parent if path.parent.is_dir() else Path()
-        others = [other.name for other in folder.glob("*.gguf")]
+        others = [other.name for other in folder.glob("*.gguf")] + names()
         what = "a folder" if path.is_dir() else "not there"
-        raise RequestError(f"{model} is {what}: MODEL is a .gguf file{nearest(path.name, others) if others else ''}")
+        hint = nearest(path.name, others) if others else ""
+        raise RequestError(f"{model} is {what}: MODEL is a .gguf file or the name of a pulled model{hint}")
     return path
 
 
