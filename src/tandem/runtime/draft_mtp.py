@@ -14,7 +14,7 @@ import numpy as np
 from tandem.native import Native
 from tandem.ops.base import Weight
 from tandem.ops.program import Pool
-from tandem.ops.state_cpu import CpuState
+from tandem.ops.state_cpu import CpuState, KvPrefix
 from tandem.runtime.step import Part, Runner
 
 MAX_HEAD_ROWS = 32768
@@ -182,6 +182,25 @@ class MtpDraft:
             self._tokens = self._tokens[: keep - self.length]
             self._hidden = [np.concatenate(self._hidden)[: len(self._tokens)]] if self._tokens else []
         self.last_hidden = hidden
+
+    def adopt(self, other: "MtpDraft", length: int, hidden: np.ndarray | None) -> None:
+        """Makes this the view of a sequence that shares its first `length` tokens with the other's; hidden as in `cut`."""
+        self.length = min(other.length, max(0, length - 1))
+        self.state.copy_prefix(other.state, self.length)
+        known = self.length == other.length
+        self._tokens, self._hidden = (list(other._tokens), list(other._hidden)) if known else ([], [])
+        self.cut(length, hidden)
+
+    def cached(self) -> KvPrefix:
+        """The cache of all pairs that are known, for `restore`; valid until the next pass."""
+        self._flush()
+        return self.state.prefix(self.length)
+
+    def restore(self, cached: KvPrefix, hidden: np.ndarray | None) -> None:
+        """Makes this what it was when `cached` was taken; hidden: state of the sequence's last token. Raises ShapeError
+        if it is another model's."""
+        self.state.load_prefix(cached)
+        self.length, self._tokens, self._hidden, self.last_hidden = cached.length, [], [], hidden
 
     def catch_up(self, token: int) -> tuple[Part, np.ndarray]:
         """The pass that runs the known pairs and the one of the next token; they then count as run."""
