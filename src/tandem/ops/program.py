@@ -188,6 +188,11 @@ class Program:
         assert self.head_start is not None and 0 < step.rows == step.n_out <= self.max_out
         self._run(pool, step, self.head_start, len(self.calls))
 
+    def run_all(self, pool: Pool, step: StepArgs) -> None:
+        """Trunk and head in one go, for steps that want every row's output: step.out_rows counts up from 0."""
+        assert 0 < step.rows == step.n_out <= self.max_out
+        self._run(pool, step, 0, len(self.calls))
+
     def _run(self, pool: Pool, step: StepArgs, begin: int, end: int) -> None:
         calls = ctypes.byref(self.call_array, begin * ctypes.sizeof(CallArgs))
         self.native.lib.tandem_pool_run(pool.handle, calls, end - begin, ctypes.byref(step))

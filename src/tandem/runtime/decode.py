@@ -179,9 +179,7 @@ def decode_round(runner: Runner, decoders: Sequence[Decoder]) -> None:
     parts = [
         d.session.begin([d.last, *tokens], tentative=bool(tokens)) for d, tokens in zip(running, drafts, strict=True)
     ]
-    runner.run(parts)
-    rows = sum(len(part.tokens) for part in parts)
-    logits = runner.logits(range(rows))
+    logits = runner.run_to_logits(parts)
     passed = time.perf_counter()
     at, outcomes = 0, []
     for decoder, part, (source, _, _), tokens in zip(running, parts, plan, drafts, strict=True):
@@ -193,7 +191,7 @@ def decode_round(runner: Runner, decoders: Sequence[Decoder]) -> None:
         at = rows_of_it.stop
     end = time.perf_counter()
     chain = max((len(t) for t, (s, _, _) in zip(drafts, plan, strict=True) if s in ("mtp", "model")), default=0)
-    costs.tell(rows, end - drafted, chain, drafted - begin)
+    costs.tell(len(logits), end - drafted, chain, drafted - begin)
     plain_s = costs.round_s(len(running), 0)
     for decoder, (tokens, drafted_of_it) in zip(running, outcomes, strict=True):
         decoder.guard.tell(tokens, drafted_of_it, end - begin, plain_s)

@@ -66,6 +66,17 @@ class Runner:
 
         hidden: float32 [rows, width], for passes that read hidden states.
         """
+        self.program.run_trunk(self.pool, self._step(parts, hidden))
+
+    def run_to_logits(self, parts: Sequence[Part], hidden: np.ndarray | None = None) -> np.ndarray:
+        """`run` of at most MAX_OUT rows in all, and the logits of every row, a view that the next call overwrites."""
+        step = self._step(parts, hidden)
+        self._out_rows[: step.rows] = range(step.rows)
+        step.n_out, step.out_rows = step.rows, self._addresses[2]
+        self.program.run_all(self.pool, step)
+        return self.program.rows(self.output, step.rows)
+
+    def _step(self, parts: Sequence[Part], hidden: np.ndarray | None) -> StepArgs:
         assert self.pool is not None
         segments = (SegmentArgs * len(parts))()
         rows = 0
@@ -79,8 +90,8 @@ class Runner:
         if hidden is not None:
             self.program.rows(self.program.input, rows)[:] = hidden
         tokens, positions, _ = self._addresses
-        self.program.run_trunk(self.pool, StepArgs(rows, len(parts), 0, 0, tokens, positions, None, addressof(segments)))
-        self._rows = rows
+        self._rows, self._segments = rows, segments
+        return StepArgs(rows, len(parts), 0, 0, tokens, positions, None, addressof(segments))
 
     def run_hidden(self, hidden: np.ndarray) -> None:
         """A pass over hidden rows alone, float32 [rows, width]: no tokens, no sequences."""
