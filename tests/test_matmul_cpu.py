@@ -142,6 +142,22 @@ def test_a_row_has_the_same_bits_alone_and_anywhere_among_eight(isa, ggml_type):
             assert matmul(native, neighbours, weight)[0][rows - 1].tobytes() == alone[0].tobytes()
 
 
+@pytest.mark.parametrize("isa", AVAILABLE)
+def test_values_are_rounded_alike_in_whole_spans_and_in_the_rest_of_a_row(isa):
+    native = load(isa)
+    for name in ("Q4_1", "Q5_0", "Q8_0"):
+        ggml_type = next(t for t, form in FORMATS.items() if form.name == name)
+        whole, x = make_weight(ggml_type, (19, 512)), inputs(8, 512)
+        x[:, 480:] = 0
+        x[1] *= 1e-41
+        x[2, :32] = 0
+        short_bytes = 480 // 32 * FORMATS[ggml_type].block_bytes
+        short = Weight(name, (19, 480), ggml_type, np.ascontiguousarray(whole.blocks[:, :short_bytes]))
+        for rows in (1, 8):
+            in_spans, in_rest = matmul(native, x[:rows], whole)[0], matmul(native, x[:rows, :480], short)[0]
+            assert in_spans.tobytes() == in_rest.tobytes()
+
+
 def at_the_end_of_readable_memory(weight):
     """The same weight, with the last byte of its blocks right before a page that cannot be read."""
     libc = ctypes.CDLL(None, use_errno=True)

@@ -6,7 +6,11 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "quant/simd.h"
+
 namespace tandem {
+
+constexpr int kActLanes = TANDEM_AVX2 ? 8 : 16;
 
 // One weight matrix, or a stack of them (experts). Mirror of WeightArgs in matmul_cpu.py.
 struct Weight {
@@ -20,24 +24,38 @@ struct Weight {
     float scale_of(int64_t expert) const { return scale ? scale[scale_per_expert ? expert : 0] : 1.0f; }
 };
 
-// Offsets in the record of one activation row; padded with zero values to whole spans of 256.
+// A span of one activation row, for products of few rows. AVX-512 and AVX2 keep the values in lanes: lane l holds one
+// group of 16 values, four at a time in `lanes` consecutive quads (quant/lanes.h).
+struct alignas(kActLanes * 4) ActSpan {
+    static constexpr int lanes = kActLanes, values = 16 * lanes;
+    int8_t plain[values];
+#if TANDEM_AVX512
+    uint8_t shifted[values];  // plain + 128
+#endif
+    float scale16[lanes], sum16[lanes];  // by lane: scale, and scale * sum of the group's values
+
+    // Of a group of 16, and of the quad that holds value k.
+    static constexpr int lane_of(int group) { return TANDEM_AVX2 ? group / 2 + 4 * (group % 2) : group; }
+    static constexpr int byte_of(int k) {
+        return TANDEM_AVX512 || TANDEM_AVX2 ? 4 * (lanes * (k % 16 / 4) + lane_of(k / 16)) : k;
+    }
+};
+
+// The record of a row: spans, padded with zero values, then what panels read, in natural order, from these offsets on.
 struct ActLayout {
-    int64_t padded;   // values, and bytes of each of the two byte arrays
-    int64_t shifted;  // uint8: q + 128
-    int64_t plain;    // int8: q
-    int64_t scale32, scale16;  // float per 32 values, and the same twice (per 16)
-    int64_t sum32, sum16;      // float scale * (sum of q) per 32 and per 16 values
-    int64_t bytes;             // an odd number of cache lines, so that rows do not share cache sets
+    int64_t spans;
+    int64_t natural;       // bytes: plain (AVX2), shifted (AVX-512)
+    int64_t scale32;       // float per 32 values
+    int64_t sum32, sum16;  // float scale * (sum of q) per 32 and per 16 values
+    int64_t bytes;         // an odd number of cache lines, so that rows do not share cache sets
 
     explicit ActLayout(int64_t cols)
-        : padded((cols + 255) / 256 * 256),
-          shifted(0),
-          plain(padded),
-          scale32(2 * padded),
-          scale16(scale32 + padded / 8),
-          sum32(scale16 + padded / 4),
-          sum16(sum32 + padded / 8),
-          bytes((sum16 + padded / 4) | 64) {}
+        : spans((cols + ActSpan::values - 1) / ActSpan::values),
+          natural(spans * int64_t(sizeof(ActSpan))),
+          scale32(natural + spans * ActSpan::values),
+          sum32(scale32 + spans * ActSpan::values / 8),
+          sum16(sum32 + spans * ActSpan::values / 8),
+          bytes((sum16 + spans * ActSpan::values / 4 + 63) / 64 * 64 | 64) {}
 };
 
 // The activation rows of one product: n pointers to records (quantized weights) and to floats (float weights).

@@ -3,6 +3,7 @@
 // The floating-point operations of one result are the same, in the same order, for any number of activations.
 #pragma once
 #include "ops/matmul_kernels.h"
+#include "quant/lanes.h"
 
 namespace tandem {
 
@@ -19,112 +20,91 @@ inline void prefetch_ahead(const uint8_t* p) {
 
 namespace dot512 {
 
-inline float total(__m128 v) {
-    v = _mm_add_ps(v, _mm_movehl_ps(v, v));
-    return _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)));
-}
-inline float total(__m256 v) { return total(_mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1))); }
-inline float total(__m512 v) { return total(_mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1))); }
+constexpr int kTogether = 4;  // weight rows whose sums over lanes are taken together
 
-// Which scale each of the 16 lanes (4 values each) of unit u takes.
-template <int Group>
-inline __m512i scale_lanes(int u) {
-    const __m512i first = Group == 32 ? _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1)
-                                      : _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-    return _mm512_add_epi32(first, _mm512_set1_epi32(64 / Group * u));
-}
+template <class F>
+constexpr bool kHasBias = F::has_min || F::offset != 0;
 
-inline __m256 grow(__m128 v, __m256) { return _mm256_zextps128_ps256(v); }
-template <class V>
-inline V grow(V v, V) { return v; }
-
+// Products of one weight row with R activation rows.
 template <class F, int R>
 struct Sums {
-    static constexpr bool has_bias = F::has_min || F::offset != 0;
-    using BiasSums = typename quant::Lanes<quant::kSpan<F> / F::group>::V;
-    __m512 products[R];
-    BiasSums biases[R];
+    __m512 products[R], biases[R];
 
     Sums() {
-        for (int r = 0; r < R; r++) {
-            products[r] = _mm512_setzero_ps();
-            biases[r] = BiasSums{};
-        }
+        for (int r = 0; r < R; r++) products[r] = biases[r] = _mm512_setzero_ps();
     }
 
-    // Adds the span that begins at value k.
-    template <int Units, int Groups>
-    inline __attribute__((always_inline)) void add(const quant::Span<Units, Groups>& s, int64_t k, const ActLayout& at,
-                                                   const uint8_t* const* records) {
-        using L = quant::Lanes<Groups>;
-        const int64_t scales = (F::group == 32 ? at.scale32 : at.scale16) + k / F::group * 4;
-        const int64_t sums = (F::group == 32 ? at.sum32 : at.sum16) + k / F::group * 4;
-        [[maybe_unused]] typename L::V bias;
+    // Adds the span that begins `offset` bytes into the records.
+    inline __attribute__((always_inline)) void add(const quant::LaneSpan& s, const uint8_t* const* records,
+                                                   int64_t offset) {
+        [[maybe_unused]] __m512 bias;
         if constexpr (F::has_min) bias = s.bias;
-        else if constexpr (F::offset != 0) bias = quant::times(s.scale, -float(F::offset));
+        else if constexpr (F::offset != 0) bias = _mm512_mul_ps(s.scale, _mm512_set1_ps(-float(F::offset)));
         // Signed weights are the signed operand against activations + 128; this takes the 128 out again.
-        __m512i start[Units];
-        for (int u = 0; u < Units; u++) {
-            start[u] = _mm512_setzero_si512();
-            if constexpr (F::is_signed)
-                start[u] = _mm512_sub_epi32(start[u], _mm512_dpbusd_epi32(start[u], _mm512_set1_epi8(-128), s.q[u]));
+        __m512i start = _mm512_setzero_si512();
+        if constexpr (F::is_signed) {
+            for (int u = 0; u < 4; u++) start = _mm512_dpbusd_epi32(start, _mm512_set1_epi8(-128), s.q[u]);
+            start = _mm512_sub_epi32(_mm512_setzero_si512(), start);
         }
         for (int r = 0; r < R; r++) {
-            const uint8_t* record = records[r];
-            const __m512 scale = quant::widen(quant::mul(s.scale, L::load((const float*)(record + scales))));
-            __m512 sum;
-            for (int u = 0; u < Units; u++) {
-                __m512i dot;
-                if constexpr (F::is_signed)
-                    dot = _mm512_dpbusd_epi32(start[u], _mm512_loadu_si512(record + at.shifted + k + 64 * u), s.q[u]);
-                else dot = _mm512_dpbusd_epi32(start[u], s.q[u], _mm512_loadu_si512(record + at.plain + k + 64 * u));
-                const __m512 lane_scale = _mm512_permutexvar_ps(scale_lanes<F::group>(u), scale);
-                const __m512 value = _mm512_cvtepi32_ps(dot);
-                // Only one addition per span waits for the previous span.
-                sum = u == 0 ? _mm512_mul_ps(value, lane_scale) : _mm512_fmadd_ps(value, lane_scale, sum);
+            const ActSpan& x = *(const ActSpan*)(records[r] + offset);
+            __m512i dot = start;
+            for (int u = 0; u < 4; u++) {
+                const __m512i values = _mm512_load_si512((F::is_signed ? x.shifted : (const uint8_t*)x.plain) + 64 * u);
+                if constexpr (F::is_signed) dot = _mm512_dpbusd_epi32(dot, values, s.q[u]);
+                else dot = _mm512_dpbusd_epi32(dot, s.q[u], values);
             }
-            products[r] = _mm512_add_ps(products[r], sum);
-            if constexpr (has_bias) {
-                const BiasSums x_sum = grow(L::load((const float*)(record + sums)), BiasSums{});
-                biases[r] = quant::mul_add(grow(bias, BiasSums{}), x_sum, biases[r]);
-            }
+            const __m512 scale = _mm512_mul_ps(s.scale, _mm512_load_ps(x.scale16));
+            products[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), scale, products[r]);
+            if constexpr (kHasBias<F>) biases[r] = _mm512_fmadd_ps(bias, _mm512_load_ps(x.sum16), biases[r]);
         }
     }
 
-    float total(int r) const {
-        if constexpr (has_bias) return dot512::total(products[r]) + dot512::total(biases[r]);
-        else return dot512::total(products[r]);
-    }
+    __m512 lanes(int r) const { return kHasBias<F> ? _mm512_add_ps(products[r], biases[r]) : products[r]; }
 };
+
+// The sums over lanes of four vectors, each in the same order.
+inline __m128 totals(const __m512* v) {
+    const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
+    const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
+    const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b));
+    const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b));
+    const __m512 all = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
 
 }  // namespace dot512
 
 template <class F, int R>
 void dot_fixed(const uint8_t* w, int64_t stride, int64_t n, int64_t cols, const uint8_t* const* given, float* out,
                int64_t ld) {
-    using quant::kSpan;
-    using quant::kSpanBytes;
-    const ActLayout at(cols);
+    using dot512::kTogether;
+    constexpr int64_t span_bytes = quant::kLaneSpan / F::block * F::bytes;
+    static_assert(ActSpan::values == quant::kLaneSpan);
     const uint8_t* records[R];
     for (int r = 0; r < R; r++) records[r] = given[r];
-    const int64_t whole = cols / kSpan<F> * kSpan<F>;
-    for (int64_t i = 0; i < n; i++) {
-        dot512::Sums<F, R> sums;
-        const uint8_t* p = w + i * stride;
-        for (int64_t k = 0; k < whole; k += kSpan<F>, p += kSpanBytes<F>) {
-            prefetch_ahead<kSpanBytes<F>>(p);
-            sums.add(quant::load_span<F>(p), k, at, records);
-        }
-        if constexpr (quant::HasCodes<F>::value) {
-            int64_t k = whole;
-            for (; k + 64 <= cols; k += 64, p += 2 * F::bytes) sums.add(quant::load_pair<F>(p), k, at, records);
-            if (k < cols) {
-                uint8_t last[2 * F::bytes] = {};
-                std::memcpy(last, p, F::bytes);
-                sums.add(quant::load_pair<F>(last), k, at, records);
+    const int64_t whole = cols / quant::kLaneSpan * int64_t(sizeof(ActSpan));
+    const int rest = int(cols % quant::kLaneSpan);
+    __m512 lanes[R][kTogether] = {};
+    for (int64_t i = 0; i < n; i += kTogether) {
+        const int rows = n - i < kTogether ? int(n - i) : kTogether;
+        for (int j = 0; j < rows; j++) {
+            dot512::Sums<F, R> sums;
+            const uint8_t* p = w + (i + j) * stride;
+            for (int64_t at = 0; at < whole; at += sizeof(ActSpan), p += span_bytes) {
+                prefetch_ahead<span_bytes>(p);
+                sums.add(quant::load_lanes<F>(p), records, at);
             }
+            if constexpr (F::block < quant::kLaneSpan)
+                if (rest) sums.add(quant::load_some_lanes<F>(p, rest / F::block), records, whole);
+            for (int r = 0; r < R; r++) lanes[r][j] = sums.lanes(r);
         }
-        for (int r = 0; r < R; r++) out[r * ld + i] = sums.total(r);
+        for (int r = 0; r < R; r++) {
+            const __m128 four = dot512::totals(lanes[r]);
+            if (rows == kTogether) _mm_storeu_ps(out + r * ld + i, four);
+            else _mm_mask_storeu_ps(out + r * ld + i, __mmask8((1 << rows) - 1), four);
+        }
     }
 }
 
@@ -132,15 +112,47 @@ void dot_fixed(const uint8_t* w, int64_t stride, int64_t n, int64_t cols, const 
 
 namespace dot256 {
 
-constexpr int kStep = 256;  // values unpacked at a time; what a row has less is zero
+constexpr int kStep = 256;    // values unpacked at a time; what a row has less is zero
+constexpr int kTogether = 4;  // weight rows whose sums over lanes are taken together
+constexpr int kParts = kStep / ActSpan::values;
 
-// Sums of 4 products in each of 8 lanes: 32 weights against 32 activations.
+// Four units of 32 values in natural order -> the lanes of an ActSpan.
+inline void to_lanes(const int8_t* natural, __m256i* q) {
+    __m256i n[4];
+    for (int i = 0; i < 4; i++) n[i] = _mm256_load_si256((const __m256i*)(natural + 32 * i));
+    const __m256i a = _mm256_unpacklo_epi32(n[0], n[1]), b = _mm256_unpackhi_epi32(n[0], n[1]);
+    const __m256i c = _mm256_unpacklo_epi32(n[2], n[3]), d = _mm256_unpackhi_epi32(n[2], n[3]);
+    q[0] = _mm256_unpacklo_epi64(a, c);
+    q[1] = _mm256_unpackhi_epi64(a, c);
+    q[2] = _mm256_unpacklo_epi64(b, d);
+    q[3] = _mm256_unpackhi_epi64(b, d);
+}
+
+// By lane, the factors of a part of 8 groups of 16 or 4 of 32.
+template <int Group>
+inline __m256 lane_factors(const float* factors) {
+    if constexpr (Group == 32) return _mm256_broadcast_ps((const __m128*)factors);
+    else return _mm256_permutevar8x32_ps(_mm256_load_ps(factors), _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
+}
+
+// Sums of the 16 products in each lane. How many products of pairs fit a sum in 16 bits: 2 * q_max * 127 each.
 template <class F>
-inline __m256i dot32(__m256i q, __m256i x) {
-    __m256i pairs;
-    if constexpr (F::is_signed) pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(q), _mm256_sign_epi8(x, q));
-    else pairs = _mm256_maddubs_epi16(q, x);
-    return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+inline __attribute__((always_inline)) __m256i dot_part(const __m256i* q, const __m256i* magnitude, const int8_t* x) {
+    constexpr int in_16 = F::q_max <= 32 ? 4 : F::q_max <= 64 ? 2 : 1;
+    const __m256i ones = _mm256_set1_epi16(1);
+    __m256i total, sum;
+    for (int u = 0; u < 4; u++) {
+        const __m256i values = _mm256_load_si256((const __m256i*)(x + 32 * u));
+        __m256i pairs;
+        if constexpr (F::is_signed) pairs = _mm256_maddubs_epi16(magnitude[u], _mm256_sign_epi8(values, q[u]));
+        else pairs = _mm256_maddubs_epi16(q[u], values);
+        sum = u % in_16 == 0 ? pairs : _mm256_add_epi16(sum, pairs);
+        if (u % in_16 == in_16 - 1) {
+            const __m256i fours = _mm256_madd_epi16(sum, ones);
+            total = u < in_16 ? fours : _mm256_add_epi32(total, fours);
+        }
+    }
+    return total;
 }
 
 template <class F>
@@ -168,48 +180,34 @@ struct Step {
                                 _mm256_mul_ps(_mm256_load_ps(scale + 8 * v), _mm256_set1_ps(-float(F::offset))));
     }
 
-    // Adds the products with values k .. k + 32 * units of one activation row.
-    inline __attribute__((always_inline)) void add(const uint8_t* record, const ActLayout& at, int64_t k, int units,
-                                                   __m256& products, __m256& biases) const {
-        const float* x_scale = (const float*)(record + (F::group == 32 ? at.scale32 : at.scale16)) + k / F::group;
-        const float* x_sum = (const float*)(record + (F::group == 32 ? at.sum32 : at.sum16)) + k / F::group;
-        alignas(32) float joint[groups];
-        for (int v = 0; v < vectors; v++)
-            _mm256_store_ps(joint + 8 * v,
-                            _mm256_mul_ps(_mm256_load_ps(scale + 8 * v), _mm256_loadu_ps(x_scale + 8 * v)));
-        __m256 sum[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
-        for (int u = 0; u < units; u++) {
-            const __m256i x = _mm256_loadu_si256((const __m256i*)(record + at.plain + k + 32 * u));
-            const __m256 value = _mm256_cvtepi32_ps(dot32<F>(_mm256_load_si256((const __m256i*)(q + 32 * u)), x));
-            __m256 lane_scale;
-            if constexpr (F::group == 32) lane_scale = _mm256_broadcast_ss(joint + u);
-            else
-                lane_scale =
-                    _mm256_insertf128_ps(_mm256_broadcast_ss(joint + 2 * u), _mm_broadcast_ss(joint + 2 * u + 1), 1);
-            sum[u % 2] = _mm256_fmadd_ps(value, lane_scale, sum[u % 2]);
+    // Adds the products of part h with R activation spans that begin `offset` bytes into the records.
+    template <int R>
+    inline __attribute__((always_inline)) void add(int h, const uint8_t* const* records, int64_t offset,
+                                                   __m256* products, __m256* biases) const {
+        constexpr int per_part = ActSpan::values / F::group;
+        __m256i lanes[4], magnitude[4];
+        to_lanes(q + ActSpan::values * h, lanes);
+        for (int u = 0; u < 4; u++) magnitude[u] = F::is_signed ? _mm256_abs_epi8(lanes[u]) : lanes[u];
+        const __m256 scales = lane_factors<F::group>(scale + per_part * h);
+        [[maybe_unused]] __m256 bias_lanes;
+        if constexpr (has_bias) bias_lanes = lane_factors<F::group>(bias + per_part * h);
+        for (int r = 0; r < R; r++) {
+            const ActSpan& x = *(const ActSpan*)(records[r] + offset);
+            const __m256 value = _mm256_cvtepi32_ps(dot_part<F>(lanes, magnitude, x.plain));
+            products[r] = _mm256_fmadd_ps(value, _mm256_mul_ps(scales, _mm256_load_ps(x.scale16)), products[r]);
+            if constexpr (has_bias) biases[r] = _mm256_fmadd_ps(bias_lanes, _mm256_load_ps(x.sum16), biases[r]);
         }
-        products = _mm256_add_ps(products, _mm256_add_ps(sum[0], sum[1]));
-        if constexpr (has_bias)
-            for (int v = 0; v < vectors; v++)
-                biases = _mm256_fmadd_ps(_mm256_load_ps(bias + 8 * v), _mm256_loadu_ps(x_sum + 8 * v), biases);
     }
 };
 
-// One block of 32 values without the detour over memory: for the few blocks that are left at the end of a row.
-template <class F, int R>
-inline void add_block(const uint8_t* b, const uint8_t* const* records, const ActLayout& at, int64_t k, __m256* products,
-                      __m256* biases) {
-    const __m256i q = F::codes(b);
-    const float scale = read_half(b), bias = F::has_min ? read_half(b + 2) : -float(F::offset) * scale;
-    for (int r = 0; r < R; r++) {
-        const __m256i x = _mm256_loadu_si256((const __m256i*)(records[r] + at.plain + k));
-        const float joint = scale * read_as<float>(records[r] + at.scale32 + k / 8);
-        products[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot32<F>(q, x)), _mm256_set1_ps(joint), products[r]);
-        if constexpr (Step<F>::has_bias) {
-            const __m128 sum = _mm_set_ss(read_as<float>(records[r] + at.sum32 + k / 8));
-            biases[r] = _mm256_fmadd_ps(_mm256_set1_ps(bias), _mm256_zextps128_ps256(sum), biases[r]);
-        }
-    }
+// The sums over lanes of four vectors, each in the same order.
+inline __m128 totals(const __m256* v) {
+    const __m256 a = _mm256_add_ps(_mm256_unpacklo_ps(v[0], v[1]), _mm256_unpackhi_ps(v[0], v[1]));
+    const __m256 b = _mm256_add_ps(_mm256_unpacklo_ps(v[2], v[3]), _mm256_unpackhi_ps(v[2], v[3]));
+    const __m256d low = _mm256_unpacklo_pd(_mm256_castps_pd(a), _mm256_castps_pd(b));
+    const __m256d high = _mm256_unpackhi_pd(_mm256_castps_pd(a), _mm256_castps_pd(b));
+    const __m256 all = _mm256_add_ps(_mm256_castpd_ps(low), _mm256_castpd_ps(high));
+    return _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
 }
 
 }  // namespace dot256
@@ -217,31 +215,40 @@ inline void add_block(const uint8_t* b, const uint8_t* const* records, const Act
 template <class F, int R>
 void dot_fixed(const uint8_t* w, int64_t stride, int64_t n, int64_t cols, const uint8_t* const* given, float* out,
                int64_t ld) {
-    using dot256::kStep;
-    using Step = dot256::Step<F>;
-    const ActLayout at(cols);
+    using namespace dot256;
+    constexpr int64_t step_bytes = kStep / F::block * F::bytes;
     const uint8_t* records[R];
     for (int r = 0; r < R; r++) records[r] = given[r];
-    Step step;
-    for (int64_t i = 0; i < n; i++) {
-        __m256 products[R], biases[R];
-        for (int r = 0; r < R; r++) products[r] = biases[r] = _mm256_setzero_ps();
-        const uint8_t* p = w + i * stride;
-        int64_t k = 0;
-        for (; k + kStep <= cols; k += kStep, p += Step::blocks * F::bytes) {
-            prefetch_ahead<Step::blocks * F::bytes>(p);
-            step.unpack(p);
-            for (int r = 0; r < R; r++) step.add(records[r], at, k, kStep / 32, products[r], biases[r]);
-        }
-        if constexpr (quant::HasCodes<F>::value) {
-            for (; k < cols; k += 32, p += F::bytes) dot256::add_block<F, R>(p, records, at, k, products, biases);
-        } else if (k < cols) {
-            step.unpack_some(p, int(cols - k) / F::block);
-            for (int r = 0; r < R; r++) step.add(records[r], at, k, int(cols - k) / 32, products[r], biases[r]);
+    const int64_t whole = cols / kStep * kParts * int64_t(sizeof(ActSpan));
+    const int rest = int(cols % kStep);
+    Step<F> step;
+    __m256 lanes[R][kTogether] = {};
+    for (int64_t i = 0; i < n; i += kTogether) {
+        const int rows = n - i < kTogether ? int(n - i) : kTogether;
+        for (int j = 0; j < rows; j++) {
+            __m256 products[R], biases[R];
+            for (int r = 0; r < R; r++) products[r] = biases[r] = _mm256_setzero_ps();
+            const uint8_t* p = w + (i + j) * stride;
+            for (int64_t at = 0; at < whole; at += kParts * sizeof(ActSpan), p += step_bytes) {
+                prefetch_ahead<step_bytes>(p);
+                step.unpack(p);
+                for (int h = 0; h < kParts; h++)
+                    step.template add<R>(h, records, at + h * int64_t(sizeof(ActSpan)), products, biases);
+            }
+            if constexpr (F::block < kStep)
+                if (rest) {
+                    step.unpack_some(p, rest / F::block);
+                    for (int h = 0; h * ActSpan::values < rest; h++)
+                        step.template add<R>(h, records, whole + h * int64_t(sizeof(ActSpan)), products, biases);
+                }
+            for (int r = 0; r < R; r++)
+                lanes[r][j] = Step<F>::has_bias ? _mm256_add_ps(products[r], biases[r]) : products[r];
         }
         for (int r = 0; r < R; r++) {
-            const float sum = Vec{products[r]}.sum();
-            out[r * ld + i] = Step::has_bias ? sum + Vec{biases[r]}.sum() : sum;
+            alignas(16) float four[4];
+            _mm_store_ps(four, totals(lanes[r]));
+            if (rows == kTogether) _mm_storeu_ps(out + r * ld + i, _mm_load_ps(four));
+            else std::memcpy(out + r * ld + i, four, size_t(rows) * sizeof(float));
         }
     }
 }
@@ -261,8 +268,9 @@ void dot_fixed(const uint8_t* w, int64_t stride, int64_t n, int64_t cols, const 
         for (int64_t k = 0; k < cols; k += F::block, p += F::bytes) {
             F::unpack(p, q, scale, bias);
             for (int r = 0; r < R; r++) {
-                const int8_t* x = (const int8_t*)(given[r] + at.plain) + k;
-                const float* x_scale = (const float*)(given[r] + at.scale16) + k / 16;
+                const ActSpan& span = *((const ActSpan*)given[r] + k / ActSpan::values);
+                const int8_t* x = span.plain + k % ActSpan::values;
+                const float* x_scale = span.scale16 + k % ActSpan::values / 16;
                 const float* x_sum = (const float*)(given[r] + (F::group == 32 ? at.sum32 : at.sum16)) + k / F::group;
                 for (int g = 0; g < groups; g++) {
                     int32_t dot = 0;
@@ -281,17 +289,15 @@ void dot_fixed(const uint8_t* w, int64_t stride, int64_t n, int64_t cols, const 
 template <class F>
 void dot(const uint8_t* w, int64_t stride, int64_t n, int64_t cols, const uint8_t* const* records, int64_t n_acts,
          float* out, int64_t ld) {
-    // 5 and 7 run as 4 + 1 and 4 + 3: fewer instantiations, and the second reading of a piece comes from the cache.
     switch (n_acts) {
         case 1: return dot_fixed<F, 1>(w, stride, n, cols, records, out, ld);
         case 2: return dot_fixed<F, 2>(w, stride, n, cols, records, out, ld);
         case 3: return dot_fixed<F, 3>(w, stride, n, cols, records, out, ld);
         case 4: return dot_fixed<F, 4>(w, stride, n, cols, records, out, ld);
+        case 5: return dot_fixed<F, 5>(w, stride, n, cols, records, out, ld);
         case 6: return dot_fixed<F, 6>(w, stride, n, cols, records, out, ld);
-        case 8: return dot_fixed<F, 8>(w, stride, n, cols, records, out, ld);
-        default:
-            dot_fixed<F, 4>(w, stride, n, cols, records, out, ld);
-            return dot<F>(w, stride, n, cols, records + 4, n_acts - 4, out + 4 * ld, ld);
+        case 7: return dot_fixed<F, 7>(w, stride, n, cols, records, out, ld);
+        default: return dot_fixed<F, 8>(w, stride, n, cols, records, out, ld);
     }
 }
 

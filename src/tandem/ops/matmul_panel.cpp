@@ -24,6 +24,7 @@ void tile(const PanelSlice& slice, const ActLayout& at, const uint8_t* const* re
     int64_t k = slice.k;
     int64_t scales = at.scale32 + k / 8;
     const int64_t sums = (Group16 ? at.sum16 : at.sum32) - at.scale32;
+    k += at.natural;
     for (; group < end; group += group_bytes, k += 32, scales += 4) {
         for (int h = 0; h < halves; h++) {
             __m512i dot[R][2];
@@ -161,15 +162,16 @@ void tile(const PanelSlice& slice, const ActLayout& at, const uint8_t* const* re
     for (int r = 0; r < R; r++) rows[r] = records[r];
     for (int c = 0; c < 2; c++) {
         const uint8_t* group = slice.panel;
-        for (int64_t k = slice.k; k < slice.k + slice.count; k += 32, group += group_bytes)
+        for (int64_t k = slice.k; k < slice.k + slice.count; k += 32, group += group_bytes) {
             for (int h = 0; h < halves; h++) {
                 __m256i dot[R][2];
-                quads<8 / halves, Sums16, Signed, R>(group + 1024 / halves * h + 64 * c, rows, at.plain + k + 16 * h,
+                quads<8 / halves, Sums16, Signed, R>(group + 1024 / halves * h + 64 * c, rows, at.natural + k + 16 * h,
                                                      dot);
                 const float* scale = (const float*)(group + 1024) + 32 * h + 16 * c;
                 const int64_t x_sum = Group16 ? at.sum16 + k / 4 + 4 * h : at.sum32 + k / 8;
                 finish<HasBias, R>(dot, scale, scale + 32 * halves, rows, at.scale32 + k / 8, x_sum, out + 16 * c);
             }
+        }
     }
 }
 

@@ -8,7 +8,7 @@
 #pragma once
 #include <cassert>
 
-#include "quant/format.h"
+#include "quant/lanes.h"
 
 namespace tandem::quant {
 
@@ -69,9 +69,14 @@ inline __m512 half_plus_nibbles(float d, const uint8_t* packed) {
     return _mm512_mul_ps(_mm512_set1_ps(d), _mm512_add_ps(s, _mm512_set1_ps(0.5f)));
 }
 
-// Interleaving works within lanes of 128 bits; transposing 4 lanes x 4 dwords before it puts the results in order.
-inline __m512i transpose_lanes(__m512i v) {
-    return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), v);
+// Interleaving works within lanes of 128 bits. Transposing 4 lanes x 4 dwords before it puts the results in natural
+// order, transposing the 4 x 4 bytes of each lane in the order of quant/lanes.h.
+template <bool Natural>
+inline __m512i prepare_order(__m512i v) {
+    if constexpr (Natural)
+        return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), v);
+    const __m128i bytes = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    return _mm512_shuffle_epi8(v, _mm512_broadcast_i32x4(bytes));
 }
 
 inline __m512i look_up_256(const uint8_t* table, __m512i codes) {
@@ -81,9 +86,10 @@ inline __m512i look_up_256(const uint8_t* table, __m512i codes) {
     return _mm512_mask_blend_epi8(_mm512_movepi8_mask(codes), half(table), half(table + 128));
 }
 
-// 64 rows of IQ3_XXS, as 4 units in order.
+// 64 rows of IQ3_XXS, as 4 units.
+template <bool Natural>
 inline void look_up_iq3xxs(__m512i ids, __m512i* q) {
-    ids = transpose_lanes(ids);
+    ids = prepare_order<Natural>(ids);
     __m512i column[4];
     for (int c = 0; c < 4; c++) column[c] = look_up_256(grids.iq3xxs_columns[c], ids);
     const __m512i first[2] = {_mm512_unpacklo_epi8(column[0], column[1]), _mm512_unpackhi_epi8(column[0], column[1])};
@@ -107,13 +113,14 @@ struct PackedIq3s {
     return packed;
 }
 
-// 64 rows of IQ3_S, as 4 units in order. id: row numbers modulo 256; upper: rows + 256.
+// 64 rows of IQ3_S, as 4 units. id: row numbers modulo 256; upper: rows + 256.
+template <bool Natural>
 inline void look_up_iq3s(__m512i ids, uint64_t upper, __m512i* q) {
     static const PackedIq3s packed = pack_iq3s();
     __m512i rows[2];
     for (int i = 0; i < 2; i++) {
         const __m512i low = look_up_256(packed.pairs[i], ids), high = look_up_256(packed.pairs[i] + 256, ids);
-        rows[i] = transpose_lanes(_mm512_mask_blend_epi8(upper, low, high));
+        rows[i] = prepare_order<Natural>(_mm512_mask_blend_epi8(upper, low, high));
     }
     const __m512i pairs[2] = {_mm512_unpacklo_epi8(rows[0], rows[1]), _mm512_unpackhi_epi8(rows[0], rows[1])};
     for (int i = 0; i < 2; i++) {
@@ -309,15 +316,26 @@ struct IQ3_XXS {
         }
     }
 #if TANDEM_AVX512
+    static __m256 factors(const uint8_t* p, __m256i words) {
+        const __m256 codes = _mm256_cvtepi32_ps(_mm256_srli_epi32(words, 28));
+        return _mm256_mul_ps(_mm256_set1_ps(read_half(p) * 0.5f), _mm256_add_ps(codes, _mm256_set1_ps(0.5f)));
+    }
     static Span<4, 8> load(const uint8_t* p) {
         Span<4, 8> s;
         const __m256i words = _mm256_loadu_si256((const __m256i*)(p + 66));
         alignas(32) uint64_t signs[4];
         _mm256_store_si256((__m256i*)signs, even_signs(four_sevens(words)));
-        look_up_iq3xxs(_mm512_loadu_si512(p + 2), s.q);
+        look_up_iq3xxs<true>(_mm512_loadu_si512(p + 2), s.q);
         for (int u = 0; u < 4; u++) s.q[u] = negate(s.q[u], signs[u]);
-        const __m256 codes = _mm256_cvtepi32_ps(_mm256_srli_epi32(words, 28));
-        s.scale = _mm256_mul_ps(_mm256_set1_ps(read_half(p) * 0.5f), _mm256_add_ps(codes, _mm256_set1_ps(0.5f)));
+        s.scale = factors(p, words);
+        return s;
+    }
+    static LaneSpan lanes(const uint8_t* p) {
+        LaneSpan s;
+        const __m256i words = _mm256_loadu_si256((const __m256i*)(p + 66));
+        look_up_iq3xxs<false>(_mm512_loadu_si512(p + 2), s.q);
+        negate_lanes(s.q, even_signs(four_sevens(words)));
+        s.scale = lane_factors(factors(p, words));
         return s;
     }
 #elif TANDEM_AVX2
@@ -344,12 +362,22 @@ struct IQ3_S {
         }
     }
 #if TANDEM_AVX512
+    static __m256 factors(const uint8_t* p) {
+        const uint64_t codes = _pdep_u64(read_as<uint32_t>(p + 106), 0x1e1e1e1e1e1e1e1e) | 0x0101010101010101;
+        return _mm256_mul_ps(half_times_8(p), bytes_to_float8(codes));
+    }
     static Span<4, 8> load(const uint8_t* p) {
         Span<4, 8> s;
-        look_up_iq3s(_mm512_loadu_si512(p + 2), read_as<uint64_t>(p + 66), s.q);
+        look_up_iq3s<true>(_mm512_loadu_si512(p + 2), read_as<uint64_t>(p + 66), s.q);
         for (int u = 0; u < 4; u++) s.q[u] = negate(s.q[u], read_as<uint64_t>(p + 74 + 8 * u));
-        const uint64_t codes = _pdep_u64(read_as<uint32_t>(p + 106), 0x1e1e1e1e1e1e1e1e) | 0x0101010101010101;
-        s.scale = _mm256_mul_ps(half_times_8(p), bytes_to_float8(codes));
+        s.scale = factors(p);
+        return s;
+    }
+    static LaneSpan lanes(const uint8_t* p) {
+        LaneSpan s;
+        look_up_iq3s<false>(_mm512_loadu_si512(p + 2), read_as<uint64_t>(p + 66), s.q);
+        negate_lanes(s.q, _mm256_loadu_si256((const __m256i*)(p + 74)));
+        s.scale = lane_factors(factors(p));
         return s;
     }
 #elif TANDEM_AVX2
@@ -499,6 +527,11 @@ struct IQ4_NL {
     }
 #if TANDEM_AVX512
     static __m512i codes(const uint8_t* p) { return look_up(grids.iq4nl, two_blocks_of_nibbles<2, 18>(p)); }
+    template <class At>
+    static void lane_codes(At at, __m512i* q) {
+        lane_nibbles(at, 2, q);
+        for (int u = 0; u < 4; u++) q[u] = look_up(grids.iq4nl, q[u]);
+    }
 #endif
 #if TANDEM_AVX2
     static __m256i codes(const uint8_t* b) { return look_up(grids.iq4nl, split_nibbles(b + 2)); }
@@ -521,6 +554,11 @@ struct IQ4_XS {
         }
     }
 #if TANDEM_AVX512
+    static __m256 factors(const uint8_t* p) {
+        const uint64_t codes = _pdep_u64(read_as<uint32_t>(p + 4), 0x0f0f0f0f0f0f0f0f) |
+                               _pdep_u64(read_as<uint16_t>(p + 2), 0x3030303030303030);
+        return _mm256_mul_ps(half_times_8(p), _mm256_sub_ps(bytes_to_float8(codes), _mm256_set1_ps(32)));
+    }
     static Span<4, 8> load(const uint8_t* p) {
         Span<4, 8> s;
         // 64 bytes are four groups of 16: the unit's groups are (low, high) of two of them.
@@ -533,9 +571,15 @@ struct IQ4_XS {
             s.q[2 * h] = _mm512_permutex2var_epi64(low, lower, high);
             s.q[2 * h + 1] = _mm512_permutex2var_epi64(low, upper, high);
         }
-        const uint64_t codes = _pdep_u64(read_as<uint32_t>(p + 4), 0x0f0f0f0f0f0f0f0f) |
-                               _pdep_u64(read_as<uint16_t>(p + 2), 0x3030303030303030);
-        s.scale = _mm256_mul_ps(half_times_8(p), _mm256_sub_ps(bytes_to_float8(codes), _mm256_set1_ps(32)));
+        s.scale = factors(p);
+        return s;
+    }
+    static LaneSpan lanes(const uint8_t* p) {
+        LaneSpan s;
+        const __m512i first = _mm512_loadu_si512(p + 8), second = _mm512_loadu_si512(p + 72);
+        for (int u = 0; u < 4; u++)
+            s.q[u] = look_up(grids.iq4nl, lane_bits(kNibbleGroups, u, first, second, 15));
+        s.scale = lane_factors(factors(p));
         return s;
     }
 #endif

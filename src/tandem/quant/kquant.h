@@ -1,6 +1,6 @@
 // The K types: super-blocks of 256 values under f16 scales of small integer scales. Meanings: quant/kquant.py.
 #pragma once
-#include "quant/format.h"
+#include "quant/lanes.h"
 
 namespace tandem::quant {
 
@@ -46,6 +46,13 @@ inline void scales_and_mins(const uint8_t* b, __m256* scale, __m256* bias) {
     *bias = _mm256_mul_ps(_mm256_xor_ps(half_times_8(b + 2), _mm256_set1_ps(-0.0f)), bytes_to_float8(s[1]));
 }
 
+inline void lane_scales_and_mins(const uint8_t* b, LaneSpan* s) {
+    __m256 scale, bias;
+    scales_and_mins(b, &scale, &bias);
+    s->scale = lane_factors(scale);
+    s->bias = lane_factors(bias);
+}
+
 // The two bits of each byte of 32, at 2 * part and 2 * part + 2, for the lower and the upper half.
 inline __m512i two_bits(const uint8_t* p, int part) {
     return keep(shift_right(load_twice(p), 2 * part, 2 * part + 2), 3);
@@ -74,14 +81,24 @@ struct Q2_K {
                     q[128 * half + 32 * part + i] = int8_t(b[16 + 32 * half + i] >> 2 * part & 3);
     }
 #if TANDEM_AVX512
+    static void factors(const uint8_t* p, __m512* scale, __m512* bias) {
+        const __m512i packed = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+        *scale =
+            _mm512_mul_ps(half_times_16(p + 80), _mm512_cvtepi32_ps(_mm512_and_si512(packed, _mm512_set1_epi32(15))));
+        const __m512 minus = _mm512_xor_ps(half_times_16(p + 82), _mm512_set1_ps(-0.0f));
+        *bias = _mm512_mul_ps(minus, _mm512_cvtepi32_ps(_mm512_srli_epi32(packed, 4)));
+    }
     static Span<4, 16> load(const uint8_t* p) {
         Span<4, 16> s;
         for (int u = 0; u < 4; u++) s.q[u] = two_bits(p + 16 + 32 * (u / 2), 2 * (u % 2));
-        const __m512i packed = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
-        s.scale =
-            _mm512_mul_ps(half_times_16(p + 80), _mm512_cvtepi32_ps(_mm512_and_si512(packed, _mm512_set1_epi32(15))));
-        const __m512 minus = _mm512_xor_ps(half_times_16(p + 82), _mm512_set1_ps(-0.0f));
-        s.bias = _mm512_mul_ps(minus, _mm512_cvtepi32_ps(_mm512_srli_epi32(packed, 4)));
+        factors(p, &s.scale, &s.bias);
+        return s;
+    }
+    static LaneSpan lanes(const uint8_t* p) {
+        LaneSpan s;
+        const __m512i packed = _mm512_loadu_si512(p + 16);
+        for (int u = 0; u < 4; u++) s.q[u] = lane_bits(kTwoBits, u, packed, 3);
+        factors(p, &s.scale, &s.bias);
         return s;
     }
 #endif
@@ -120,6 +137,14 @@ struct Q3_K {
                 }
     }
 #if TANDEM_AVX512
+    static __m512 factors(const uint8_t* p) {
+        const uint64_t nibbles = read_as<uint64_t>(p + 96), top = read_as<uint32_t>(p + 104);
+        const uint64_t low = (nibbles & 0x0f0f0f0f0f0f0f0f) | ((top << 4 | top << 34) & 0x3030303030303030);
+        const uint64_t upper = (nibbles >> 4 & 0x0f0f0f0f0f0f0f0f) | ((top | top << 30) & 0x3030303030303030);
+        const __m512i codes = _mm512_cvtepu8_epi32(_mm_set_epi64x((long long)upper, (long long)low));
+        return _mm512_mul_ps(half_times_16(p + 108),
+                             _mm512_cvtepi32_ps(_mm512_sub_epi32(codes, _mm512_set1_epi32(32))));
+    }
     static Span<4, 16> load(const uint8_t* p) {
         Span<4, 16> s;
         const __m512i high = load_twice(p);
@@ -127,12 +152,14 @@ struct Q3_K {
         s.q[1] = merge(two_bits(p + 32, 2), shift_right(high, 0, 1), 4);
         s.q[2] = merge(two_bits(p + 64, 0), shift_right(high, 2, 3), 4);
         s.q[3] = merge(two_bits(p + 64, 2), shift_right(high, 4, 5), 4);
-        const uint64_t nibbles = read_as<uint64_t>(p + 96), top = read_as<uint32_t>(p + 104);
-        const uint64_t low = (nibbles & 0x0f0f0f0f0f0f0f0f) | ((top << 4 | top << 34) & 0x3030303030303030);
-        const uint64_t upper = (nibbles >> 4 & 0x0f0f0f0f0f0f0f0f) | ((top | top << 30) & 0x3030303030303030);
-        const __m512i codes = _mm512_cvtepu8_epi32(_mm_set_epi64x((long long)upper, (long long)low));
-        s.scale =
-            _mm512_mul_ps(half_times_16(p + 108), _mm512_cvtepi32_ps(_mm512_sub_epi32(codes, _mm512_set1_epi32(32))));
+        s.scale = factors(p);
+        return s;
+    }
+    static LaneSpan lanes(const uint8_t* p) {
+        LaneSpan s;
+        const __m512i high = load_twice(p), packed = _mm512_loadu_si512(p + 32);
+        for (int u = 0; u < 4; u++) s.q[u] = merge_lane_bits(lane_bits(kTwoBits, u, packed, 3), kBitTo2, u, high, 4);
+        s.scale = factors(p);
         return s;
     }
 #endif
@@ -170,6 +197,13 @@ struct Q4_K {
         scales_and_mins(p, &s.scale, &s.bias);
         return s;
     }
+    static LaneSpan lanes(const uint8_t* p) {
+        LaneSpan s;
+        const __m512i first = _mm512_loadu_si512(p + 16), second = _mm512_loadu_si512(p + 80);
+        for (int u = 0; u < 4; u++) s.q[u] = lane_bits(kNibblePairs, u, first, second, 15);
+        lane_scales_and_mins(p, &s);
+        return s;
+    }
 #endif
 #if TANDEM_AVX2
     static void unpack_avx2(const uint8_t* b, int8_t* q, float* scale, float* bias) {
@@ -203,6 +237,15 @@ struct Q5_K {
         scales_and_mins(p, &s.scale, &s.bias);
         return s;
     }
+    static LaneSpan lanes(const uint8_t* p) {
+        LaneSpan s;
+        const __m512i high = load_twice(p + 16);
+        const __m512i first = _mm512_loadu_si512(p + 48), second = _mm512_loadu_si512(p + 112);
+        for (int u = 0; u < 4; u++)
+            s.q[u] = merge_lane_bits(lane_bits(kNibblePairs, u, first, second, 15), kBitTo4, u, high, 16);
+        lane_scales_and_mins(p, &s);
+        return s;
+    }
 #endif
 #if TANDEM_AVX2
     static void unpack_avx2(const uint8_t* b, int8_t* q, float* scale, float* bias) {
@@ -233,6 +276,10 @@ struct Q6_K {
                 }
     }
 #if TANDEM_AVX512
+    static __m512 factors(const uint8_t* p) {
+        const __m512i codes = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(p + 192)));
+        return _mm512_mul_ps(half_times_16(p + 208), _mm512_cvtepi32_ps(codes));
+    }
     static Span<4, 16> load(const uint8_t* p) {
         Span<4, 16> s;
         for (int h = 0; h < 2; h++) {
@@ -240,8 +287,16 @@ struct Q6_K {
             s.q[2 * h] = merge(keep(low, 15), shift_left(high, 4, 2), 48);
             s.q[2 * h + 1] = merge(keep(_mm512_srli_epi16(low, 4), 15), shift_right(high, 0, 2), 48);
         }
-        const __m512i codes = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(p + 192)));
-        s.scale = _mm512_mul_ps(half_times_16(p + 208), _mm512_cvtepi32_ps(codes));
+        s.scale = factors(p);
+        return s;
+    }
+    static LaneSpan lanes(const uint8_t* p) {
+        LaneSpan s;
+        const __m512i first = _mm512_loadu_si512(p), second = _mm512_loadu_si512(p + 64);
+        const __m512i high = _mm512_loadu_si512(p + 128);
+        for (int u = 0; u < 4; u++)
+            s.q[u] = merge_lane_bits(lane_bits(kNibbleHalves, u, first, second, 15), kTwoBitsTo4, u, high, 48);
+        s.scale = factors(p);
         return s;
     }
 #endif

@@ -1,7 +1,7 @@
 // The 32-value types with one scale per block: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0. Meanings: quant/legacy.py.
 // Low nibbles are values 0-15 of a block, high nibbles 16-31.
 #pragma once
-#include "quant/format.h"
+#include "quant/lanes.h"
 
 namespace tandem::quant {
 
@@ -41,6 +41,10 @@ struct Q4_0 {
     }
 #if TANDEM_AVX512
     static __m512i codes(const uint8_t* p) { return two_blocks_of_nibbles<2, 18>(p); }
+    template <class At>
+    static void lane_codes(At at, __m512i* q) {
+        lane_nibbles(at, 2, q);
+    }
 #endif
 #if TANDEM_AVX2
     static __m256i codes(const uint8_t* b) { return split_nibbles(b + 2); }
@@ -57,6 +61,10 @@ struct Q4_1 {
     }
 #if TANDEM_AVX512
     static __m512i codes(const uint8_t* p) { return two_blocks_of_nibbles<4, 20>(p); }
+    template <class At>
+    static void lane_codes(At at, __m512i* q) {
+        lane_nibbles(at, 4, q);
+    }
 #endif
 #if TANDEM_AVX2
     static __m256i codes(const uint8_t* b) { return split_nibbles(b + 4); }

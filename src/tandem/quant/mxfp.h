@@ -1,6 +1,6 @@
 // FP4 types: doubled E2M1 values under small float scales. Meanings: quant/mxfp.py.
 #pragma once
-#include "quant/format.h"
+#include "quant/lanes.h"
 
 namespace tandem::quant {
 
@@ -28,6 +28,11 @@ struct MXFP4 {
     }
 #if TANDEM_AVX512
     static __m512i codes(const uint8_t* p) { return look_up(grids.e2m1, two_blocks_of_nibbles<1, 17>(p)); }
+    template <class At>
+    static void lane_codes(At at, __m512i* q) {
+        lane_nibbles(at, 1, q);
+        for (int u = 0; u < 4; u++) q[u] = look_up(grids.e2m1, q[u]);
+    }
     static __m256 scales(const uint32_t* firsts) {
         const __m256i codes = _mm256_and_si256(_mm256_loadu_si256((const __m256i*)firsts), _mm256_set1_epi32(0xff));
         const __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(codes, _mm256_set1_epi32(1)), 23);

@@ -1,6 +1,6 @@
 // Ternary types: 256 values of -1, 0 or 1 under one f16 scale at the end. Meanings: quant/ternary.py.
 #pragma once
-#include "quant/format.h"
+#include "quant/lanes.h"
 
 namespace tandem::quant {
 
@@ -102,6 +102,13 @@ struct TQ2_0 {
             s.q[u] = keep(shift_right(load_twice(p + 32 * (u / 2)), part, part + 2), 3);
         }
         s.scale = half_times_8(p + 64);
+        return s;
+    }
+    static LaneSpan lanes(const uint8_t* p) {
+        LaneSpan s;
+        const __m512i packed = _mm512_loadu_si512(p);
+        for (int u = 0; u < 4; u++) s.q[u] = lane_bits(kTwoBits, u, packed, 3);
+        s.scale = half_times_16(p + 64);
         return s;
     }
 #endif

@@ -1,0 +1,213 @@
+// Spans of 256 weights in the order of the activations (ops/matmul.h): lane l of 16 holds group l of 16 values, and
+// register u its values 4 u .. 4 u + 3. So the integer products of all four registers add up in one, lane by lane, and
+// one conversion and one multiplication by scales serve all of them.
+//
+// A format may say static LaneSpan lanes(const uint8_t*), or, in blocks of 32, lane_codes(at, q) with at(i) the i-th
+// of 8 blocks; the others are loaded in natural order and transposed.
+#pragma once
+#include "quant/format.h"
+
+#if TANDEM_AVX512
+
+namespace tandem::quant {
+
+constexpr int kLaneSpan = 256;
+
+struct LaneSpan {
+    __m512i q[4];
+    __m512 scale, bias;  // bias is set only with F::has_min
+};
+
+template <class F, class = void> struct HasLanes : std::false_type {};
+template <class F> struct HasLanes<F, std::void_t<decltype(&F::lanes)>> : std::true_type {};
+struct AnyBlock {
+    const uint8_t* operator()(int) const;
+};
+template <class F, class = void> struct HasLaneCodes : std::false_type {};
+template <class F>
+struct HasLaneCodes<F, std::void_t<decltype(F::lane_codes(AnyBlock{}, nullptr))>> : std::true_type {};
+
+// Which dword of the packed bytes register u takes into lane l, and how far its bits are shifted.
+struct LaneTable {
+    uint32_t dword[4][16], shift[16];
+    __m512i dwords(int u) const { return _mm512_load_si512(dword[u]); }
+    __m512i shifts() const { return _mm512_load_si512(shift); }
+};
+
+template <class Dword, class Shift>
+constexpr LaneTable lane_table(Dword dword, Shift shift) {
+    LaneTable t{};
+    for (int l = 0; l < 16; l++) {
+        for (int u = 0; u < 4; u++) t.dword[u][l] = uint32_t(dword(l) + u);
+        t.shift[l] = uint32_t(shift(l)) % 32;
+    }
+    return t;
+}
+
+// 32 bytes of nibbles for each two groups of 32: low ones for the first.
+alignas(64) inline constexpr LaneTable kNibblePairs =
+    lane_table([](int l) { return 8 * (l / 4) + 4 * (l % 2); }, [](int l) { return 4 * (l / 2 % 2); });
+// 16 bytes of nibbles for each group of 32: low ones for its first half.
+alignas(64) inline constexpr LaneTable kNibbleGroups =
+    lane_table([](int l) { return 4 * (l / 2); }, [](int l) { return 4 * (l % 2); });
+// 64 bytes of nibbles for each half: low ones for the first 64 values.
+alignas(64) inline constexpr LaneTable kNibbleHalves = lane_table(
+    [](int l) { return 16 * (l / 8) + 8 * (l / 2 % 2) + 4 * (l % 2); }, [](int l) { return 4 * (l / 4 % 2); });
+// 32 bytes of two-bit parts for each half.
+alignas(64) inline constexpr LaneTable kTwoBits =
+    lane_table([](int l) { return 8 * (l / 8) + 4 * (l % 2); }, [](int l) { return 2 * (l / 2 % 4); });
+// The same, rotated so that the two bits come to 4 and 5.
+alignas(64) inline constexpr LaneTable kTwoBitsTo4 =
+    lane_table([](int l) { return 8 * (l / 8) + 4 * (l % 2); }, [](int l) { return 2 * (l / 2 % 4) - 4; });
+// 32 bytes with one bit for each group of 32, rotated to bit 2 or 4.
+alignas(64) inline constexpr LaneTable kBitTo2 =
+    lane_table([](int l) { return 4 * (l % 2); }, [](int l) { return l / 2 - 2; });
+alignas(64) inline constexpr LaneTable kBitTo4 =
+    lane_table([](int l) { return 4 * (l % 2); }, [](int l) { return l / 2 - 4; });
+
+// Bits at shift .. of the dwords that the table names, of 128 or of 64 bytes.
+inline __m512i lane_bits(const LaneTable& t, int u, __m512i first, __m512i second, int mask) {
+    const __m512i own = _mm512_permutex2var_epi32(first, t.dwords(u), second);
+    return keep(_mm512_srlv_epi32(own, t.shifts()), mask);
+}
+inline __m512i lane_bits(const LaneTable& t, int u, __m512i bytes, int mask) {
+    return keep(_mm512_srlv_epi32(_mm512_permutexvar_epi32(t.dwords(u), bytes), t.shifts()), mask);
+}
+// a | the bits of `mask` in the rotated dwords
+inline __m512i merge_lane_bits(__m512i a, const LaneTable& t, int u, __m512i bytes, int mask) {
+    return merge(a, _mm512_rorv_epi32(_mm512_permutexvar_epi32(t.dwords(u), bytes), t.shifts()), mask);
+}
+
+// Four units of 64 values in natural order -> lanes.
+inline void to_lanes(__m512i* q) {
+    const __m512i even = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29);
+    const __m512i odd = _mm512_setr_epi32(2, 6, 10, 14, 18, 22, 26, 30, 3, 7, 11, 15, 19, 23, 27, 31);
+    const __m512i a = _mm512_permutex2var_epi32(q[0], even, q[1]), b = _mm512_permutex2var_epi32(q[2], even, q[3]);
+    const __m512i c = _mm512_permutex2var_epi32(q[0], odd, q[1]), d = _mm512_permutex2var_epi32(q[2], odd, q[3]);
+    q[0] = _mm512_shuffle_i64x2(a, b, 0x44);
+    q[1] = _mm512_shuffle_i64x2(a, b, 0xee);
+    q[2] = _mm512_shuffle_i64x2(c, d, 0x44);
+    q[3] = _mm512_shuffle_i64x2(c, d, 0xee);
+}
+
+// One factor a lane from one per group.
+inline __m512 lane_factors(__m256 per_32) {
+    const __m512i twice = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+    return _mm512_permutexvar_ps(twice, _mm512_castps256_ps512(per_32));
+}
+inline __m512 lane_factors(__m512 per_16) { return per_16; }
+
+// Values whose bit of `signs` is set (256 of them in natural order), negated.
+inline void negate_lanes(__m512i* q, __m256i signs) {
+    alignas(64) static constexpr auto index = [] {
+        struct { uint8_t at[2][64]; } made{};
+        for (int i = 0; i < 64; i++)
+            for (int half = 0; half < 2; half++) made.at[half][i] = uint8_t(2 * (i / 4) + half);
+        return made;
+    }();
+    for (int u = 0; u < 4; u++) {
+        const __m512i bytes =
+            _mm512_permutexvar_epi8(_mm512_load_si512(index.at[u / 2]), _mm512_castsi256_si512(signs));
+        const __mmask64 where = _mm512_test_epi8_mask(bytes, _mm512_set1_epi32(u % 2 ? int(0x80402010) : 0x08040201));
+        q[u] = _mm512_mask_sub_epi8(q[u], where, _mm512_setzero_si512(), q[u]);
+    }
+}
+
+// 16 bytes from each of 8 blocks, `skip` into them.
+template <class At>
+inline void load_sixteens(At at, int skip, __m512i* out) {
+    for (int h = 0; h < 2; h++) {
+        auto part = [&](int i) { return _mm_loadu_si128((const __m128i*)(at(4 * h + i) + skip)); };
+        const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(part(0)), part(1), 1);
+        const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(part(2)), part(3), 1);
+        out[h] = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+    }
+}
+template <class At>
+inline void lane_nibbles(At at, int skip, __m512i* q) {
+    __m512i packed[2];
+    load_sixteens(at, skip, packed);
+    for (int u = 0; u < 4; u++) q[u] = lane_bits(kNibbleGroups, u, packed[0], packed[1], 15);
+}
+
+// Scale, and bias with has_min, of 8 blocks that begin with them.
+template <class F, class At>
+inline void load_factors(At at, LaneSpan* s) {
+    uint32_t first[8];
+    for (int i = 0; i < 8; i++) first[i] = read_as<uint32_t>(at(i));
+    const __m256i both = _mm256_loadu_si256((const __m256i*)first);
+    if constexpr (HasScales<F>::value) s->scale = lane_factors(F::scales(first));
+    else s->scale = lane_factors(_mm256_cvtph_ps(_mm256_cvtepi32_epi16(both)));
+    if constexpr (F::has_min)
+        s->bias = lane_factors(_mm256_cvtph_ps(_mm256_cvtepi32_epi16(_mm256_srli_epi32(both, 16))));
+}
+
+template <class F>
+LaneSpan load_some_lanes(const uint8_t* p, int n_blocks);
+
+// The next 256 values.
+template <class F>
+inline LaneSpan load_lanes(const uint8_t* p) {
+    LaneSpan s;
+    if constexpr (HasLanes<F>::value) {
+        return F::lanes(p);
+    } else if constexpr (HasCodes<F>::value) {
+        auto at = [&](int i) { return p + i * F::bytes; };
+        if constexpr (HasLaneCodes<F>::value) {
+            F::lane_codes(at, s.q);
+        } else {
+            for (int u = 0; u < 4; u++) s.q[u] = F::codes(at(2 * u));
+            to_lanes(s.q);
+        }
+        load_factors<F>(at, &s);
+    } else if constexpr (kSpan<F> == kLaneSpan) {
+        const SpanOf<F> natural = load_span<F>(p);
+        for (int u = 0; u < 4; u++) s.q[u] = natural.q[u];
+        to_lanes(s.q);
+        s.scale = lane_factors(natural.scale);
+        if constexpr (F::has_min) s.bias = lane_factors(natural.bias);
+    } else {
+        return load_some_lanes<F>(p, kLaneSpan / F::block);
+    }
+    return s;
+}
+
+// The last blocks of a row, fewer than a span: what follows them are some numbers, which meet activations of zero.
+template <class F>
+inline LaneSpan load_some_lanes(const uint8_t* p, int n_blocks) {
+    LaneSpan s;
+    auto at = [&](int i) { return p + (i < n_blocks ? i : n_blocks - 1) * F::bytes; };
+    if constexpr (HasCodes<F>::value) {
+        if constexpr (HasLaneCodes<F>::value) {
+            F::lane_codes(at, s.q);
+        } else {
+            for (int u = 0; u < 4; u++) {
+                s.q[u] = _mm512_setzero_si512();
+                if (2 * u + 1 < n_blocks) {
+                    s.q[u] = F::codes(at(2 * u));
+                } else if (2 * u < n_blocks) {
+                    uint8_t last[2 * F::bytes] = {};
+                    std::memcpy(last, at(2 * u), F::bytes);
+                    s.q[u] = F::codes(last);
+                }
+            }
+            to_lanes(s.q);
+        }
+        load_factors<F>(at, &s);
+    } else if constexpr (F::block == 64) {
+        __m128 scale[4];
+        for (int u = 0; u < 4; u++) {
+            const Span<1, 4> part = load_span<F>(at(u));
+            s.q[u] = part.q[0];
+            scale[u] = part.scale;
+        }
+        to_lanes(s.q);
+        const __m256 low = _mm256_set_m128(scale[1], scale[0]), high = _mm256_set_m128(scale[3], scale[2]);
+        s.scale = _mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1);
+    }
+    return s;
+}
+
+}  // namespace tandem::quant
+
+#endif
