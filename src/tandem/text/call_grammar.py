@@ -244,7 +244,9 @@ def calls_of(format: str, tools: Mapping[str, Tool], parallel: bool, limits: Lim
         return JsonCalls("<tool_call>", ("\n", "\n</tool_call>"), "arguments", tools, parallel, limits)
     if format == "llama3":
         return JsonCalls("", ("", ""), "parameters", tools, False, limits)
-    raise RequestError(f"tool_choice: calls in the format {format!r} cannot be enforced; use tool_choice 'auto' without strict")
+    raise RequestError(
+        f"tool_choice: calls in the format {format!r} cannot be enforced; use tool_choice 'auto' and no strict tools"
+    )
 
 
 def _text(text: str) -> str:

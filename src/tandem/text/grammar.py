@@ -4,7 +4,6 @@ In: what a request asks for, and the tokenizer. Out: a factory of constraints (t
 Everything is compiled under limits when the factory is made, so what cannot be enforced is an error there.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -83,9 +82,8 @@ def forced_tool(tools: Mapping[str, Tool], name: str) -> Tool:
 
 
 def _text_step(json_schema: object, regex: object, grammar: object, limits: Limits, lead: bool) -> Step | None:
-    given = [
-        key for key, value in (("json_schema", json_schema), ("regex", regex), ("grammar", grammar)) if value is not None
-    ]
+    asked = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
+    given = [key for key, value in asked.items() if value is not None]
     if len(given) > 1:
         raise RequestError(f"{given[0]} and {given[1]} were both given, at most one can be enforced")
     if json_schema is not None:

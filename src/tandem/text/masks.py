@@ -252,7 +252,8 @@ class GrammarConstraint:
     def _consume(self, tokens: list[int], data: bytes) -> None:
         matcher = self._matcher
         if not matcher.consume_tokens(tokens):
-            raise RequestError(f"constraint: tokens {tokens[:8]} are not allowed here: {first_line(matcher.get_error())}")
+            message = first_line(matcher.get_error())
+            raise RequestError(f"constraint: tokens {tokens[:8]} are not allowed here: {message}")
         self._written += data
         if matcher.is_stopped():
             self._check()

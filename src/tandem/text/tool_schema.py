@@ -97,13 +97,14 @@ def _read_tool(entry: object, place: str) -> Tool | None:
         )
     parameters = function.get("parameters", function.get("input_schema"))
     if parameters is not None and not isinstance(parameters, Mapping):
-        raise RequestError(f"{place}: found {type(parameters).__name__} as parameters, expected a JSON schema object")
+        found = type(parameters).__name__
+        raise RequestError(f"{place}: found {found} as parameters, expected a JSON schema object")
     description = function.get("description")
     return Tool(name, parameters or {}, description if isinstance(description, str) else "", bool(function.get("strict")))
 
 
 def resolved(schema: object, root: object) -> Mapping[str, object]:
-    """`schema` with a local `$ref` followed; {} for what is no schema object, leads outside, or goes round in circles."""
+    """`schema` with a local `$ref` followed; {} for what is no schema object, leads outside, or goes in circles."""
     for _ in range(MAX_REF_DEPTH):
         if not isinstance(schema, Mapping):
             return {}

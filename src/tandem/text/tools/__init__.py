@@ -2,14 +2,18 @@
 
 from tandem.text.tools.answer import FORMATS, AnswerParser
 from tandem.text.tools.deltas import Content, Delta, Reasoning, ToolCallArguments, ToolCallEnd, ToolCallStart
+from tandem.text.tools.formats import Capabilities, capabilities, format_of
 
 __all__ = [
     "FORMATS",
     "AnswerParser",
+    "Capabilities",
     "Content",
     "Delta",
     "Reasoning",
     "ToolCallArguments",
     "ToolCallEnd",
     "ToolCallStart",
+    "capabilities",
+    "format_of",
 ]

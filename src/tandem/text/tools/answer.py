@@ -10,12 +10,24 @@ from collections.abc import Callable, Sequence
 from tandem.errors import RequestError, nearest
 from tandem.text.tool_schema import read_tools
 from tandem.text.tools.deltas import Delta
+from tandem.text.tools.gemma import Gemma
+from tandem.text.tools.glm import Glm
+from tandem.text.tools.harmony import Harmony
 from tandem.text.tools.hermes import Hermes
+from tandem.text.tools.llama3 import Llama3
 from tandem.text.tools.qwen_xml import QwenXml
 from tandem.text.tools.reader import Reader, Sink
 from tandem.text.tools.tagged import Tagged
 
-FORMATS = {"qwen-xml": QwenXml, "hermes": Hermes, "none": Tagged}
+FORMATS = {
+    "qwen-xml": QwenXml,
+    "hermes": Hermes,
+    "gemma": Gemma,
+    "llama3": Llama3,
+    "glm": Glm,
+    "harmony": Harmony,
+    "none": Tagged,
+}
 
 
 class AnswerParser:
@@ -43,7 +55,7 @@ class AnswerParser:
         self._reader, self._sink = Reader(), Sink(new_id)
         known = {} if format == "none" else read_tools(tools)
         self._reading = FORMATS[format](self._reader, self._sink, known, prompt_end)
-        self._markers = getattr(self._reading, "controls", {})
+        self._markers = self._reading.controls
         self._run = self._reading.run()
         self._finished = False
         next(self._run, None)

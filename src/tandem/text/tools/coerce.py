@@ -70,7 +70,7 @@ def dumped(value: object) -> str:
         return "{" + ",".join(f"{quoted(key)}:{dumped(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ",".join(map(dumped, value)) + "]"
-    return json.dumps(value)
+    return json.dumps(value) if value is not BROKEN else "null"
 
 
 def literal(text: str) -> str | None:

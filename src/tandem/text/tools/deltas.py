@@ -23,7 +23,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """A tool call begins. index counts the calls of the answer from 0; flag: "unknown_function" if it was not offered."""
+    """A tool call begins. index counts the answer's calls from 0; flag: "unknown_function" if it was not offered."""
 
     index: int
     id: str

@@ -6,7 +6,7 @@ arguments as JSON text in a string, `parameters` for `arguments`, several calls 
 """
 
 from tandem.text.tool_schema import Tool
-from tandem.text.tools.coerce import BROKEN, dumped, literal, parsed
+from tandem.text.tools.coerce import BROKEN, dumped, literal, parsed, to_json
 from tandem.text.tools.reader import Reader, Reading, Sink
 from tandem.text.tools.tagged import CALL, CALL_END, Tagged
 
@@ -72,7 +72,8 @@ def read_json_calls(reader: Reader, sink: Sink, tools: dict[str, Tool], opening:
             return _give_back(reader, sink, text, missing, bare)
         reader.recorded()
         for name, arguments in calls:
-            sink.call(name, tools.get(name)).end_whole(arguments)
+            tool = tools.get(name)
+            sink.call(name, tool).end_whole(dumped(fitted(arguments, tool)))
         first = False
         marker, end = yield from reader.ahead("{", "}", ";", ",", CALL_END)
         while marker in ("}", ";", ","):
@@ -82,9 +83,10 @@ def read_json_calls(reader: Reader, sink: Sink, tools: dict[str, Tool], opening:
             return True
 
 
-def _calls_in(text: str, missing: str, reader: Reader) -> list[tuple[str, str]] | None:
+def _calls_in(text: str, missing: str, reader: Reader) -> list[tuple[str, dict]] | None:
     """Names and arguments of the calls that JSON text makes; None if it makes none, or was cut off."""
-    if missing.startswith('"') or (missing and reader.ended and reader.pos == len(reader.text) and reader.reason != "eos"):
+    at_end = reader.ended and reader.pos == len(reader.text)
+    if missing.startswith('"') or (missing and at_end and reader.reason != "eos"):
         return None
     value = lenient(text + missing)
     values = value if isinstance(value, list) else [value]
@@ -110,31 +112,51 @@ def _give_back(reader: Reader, sink: Sink, text: str, missing: str, bare: bool) 
 
 
 def lenient(text: str) -> object:
-    """The value of JSON text, also with line breaks in strings, commas too many or as a Python literal; BROKEN if it
-    is none. Numbers keep their spelling."""
+    """The value of JSON text, also with line breaks in strings, or of a Python literal; BROKEN if it is neither, or is
+    nested too deeply to be written again. Numbers keep their spelling."""
     value = parsed(text)
     if value is BROKEN:
         repaired = literal(text)
         value = BROKEN if repaired is None else parsed(repaired)
+    try:
+        dumped(value)
+    except RecursionError:
+        return BROKEN
     return value
 
 
-def call_in(value: object) -> tuple[str, str] | None:
-    """Name and arguments, as JSON text of an object, of the call that a JSON value describes; None if it is no call."""
+def call_in(value: object) -> tuple[str, dict] | None:
+    """Name and arguments of the call that a JSON value describes; None if it is no call."""
     if not isinstance(value, dict):
         return None
     if isinstance(value.get("function"), dict):
         value = value["function"]
-    name = next((value[key] for key in _NAMES if isinstance(value.get(key), str)), None)
-    if not name or type(name) is not str:
+    name = next((value[key] for key in _NAMES if type(value.get(key)) is str), None)
+    if not name:
         return None
     arguments = next((value[key] for key in _ARGUMENTS if key in value), {})
-    if isinstance(arguments, str):
-        arguments = lenient(arguments) if arguments.strip() else {}
-    arguments = {} if arguments is None else arguments
-    if not isinstance(arguments, dict):
-        return None
-    try:
-        return name, dumped(arguments)
-    except RecursionError:
-        return None
+    arguments = arguments_in(arguments) if type(arguments) is str else {} if arguments is None else arguments
+    return (name, arguments) if isinstance(arguments, dict) else None
+
+
+def arguments_in(text: str) -> dict | None:
+    """The arguments that a text holds, {} for a blank one, None if it holds none."""
+    if not text.strip():
+        return {}
+    value = lenient(text)
+    if type(value) is str:  # JSON text in a JSON string
+        value = lenient(value)
+    return value if isinstance(value, dict) else None
+
+
+def fitted(arguments: dict, tool: Tool | None) -> dict:
+    """Arguments with strings read as the type that the schema wants where it allows no string."""
+    if tool is None:
+        return arguments
+    found = {}
+    for key, value in arguments.items():
+        types = tool.types_of(key)
+        if type(value) is str and "string" not in types:
+            value = parsed(to_json(value, types, tool.choices_of(key)))
+        found[key] = value
+    return found

@@ -13,6 +13,7 @@ from tandem.text.tools.coerce import quoted, to_json
 from tandem.text.tools.deltas import Content, Delta, Flag, Reasoning, ToolCallArguments, ToolCallEnd, ToolCallStart
 
 MAX_SPACE_CHARS = 64  # blank space that may stand between two markers of one call
+MAX_HEADER_CHARS = 2 * MAX_NAME_CHARS  # of a call: its name, and what damage puts beside it
 END = "<end of the text>"  # what `ahead` finds behind the last character; no marker is spelled so
 _SPACE = " \t\r\n"
 Reading = Generator[None, None, object]
@@ -125,6 +126,20 @@ class Reader:
                 return name.strip().strip("\"'"), stop + 1 - self.pos
             if self.ended:
                 return END, 0
+            yield
+
+    def before(self, markers: Markers, offset: int = 0) -> Generator[None, None, tuple[str | None, str, int]]:
+        """The short text in front of the next marker, that marker, and where it ends, counted from `pos`; nothing is
+        used. (None, "", 0) if no marker is near; (END, "", 0) if the text ends before one."""
+        while True:
+            start = self.pos + offset
+            match = markers.pattern.search(self.text, start, start + MAX_HEADER_CHARS)
+            if match:
+                return self.text[start : match.start()], match[0], match.end() - self.pos
+            if len(self.text) - start >= MAX_HEADER_CHARS:
+                return None, "", 0
+            if self.ended:
+                return END, "", 0
             yield
 
     def skip_if(self, char: str) -> Generator[None, None, bool]:

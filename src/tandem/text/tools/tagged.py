@@ -15,27 +15,31 @@ CALL, CALL_END = "<tool_call>", "</tool_call>"
 class Tagged:
     """Reads one answer; `run` is the generator that does it. Alone it knows reasoning and no calls.
 
-    bare: markers that begin a call without <tool_call>, each at the start of a line.
+    A format with other names for the tags sets think, think_end, call and call_end. bare: markers that begin a call
+    without `call`, each at the start of a line; inline: the same anywhere; controls: what a control token stands for.
     """
 
+    think, think_end, call, call_end = THINK, THINK_END, CALL, CALL_END
     bare: tuple[str, ...] = ()
+    inline: tuple[str, ...] = ()
+    controls = {name: name for name in (THINK, THINK_END, CALL, CALL_END)}
 
     def __init__(self, reader: Reader, sink: Sink, tools: dict[str, Tool], prompt_end: str):
         """tools: the offered functions by name; prompt_end: as `reasoning.prompt_end` says."""
         self._reader, self._sink, self._tools, self._prompt_end = reader, sink, tools, prompt_end
         self._open_reasoning = False  # a call came before the tag that ends reasoning
-        self._in_reasoning = Markers(THINK_END, CALL) if tools else Markers(THINK_END)
-        lines = ["\n" + marker for marker in self.bare]
-        self._in_content = Markers(CALL, *lines)
-        self._in_content_after_call = Markers(CALL, THINK_END, *lines)
+        self._in_reasoning = Markers(self.think_end, self.call) if tools else Markers(self.think_end)
+        begins = [self.call, *("\n" + marker for marker in self.bare), *self.inline]
+        self._in_content = Markers(*begins)
+        self._in_content_after_call = Markers(self.think_end, *begins)
 
     def run(self) -> Reading:
         """Reads to the end of the text."""
         self._sink.open(Content, strip=self._prompt_end != "none")
-        marker, end = yield from self._reader.ahead(THINK, *self.bare)
-        if marker == THINK:
+        marker, end = yield from self._reader.ahead(self.think, *self.bare)
+        if marker == self.think:
             self._reader.pos += end
-        if marker == THINK or self._prompt_end == "open":
+        if marker == self.think or self._prompt_end == "open":
             yield from self._reasoning()
         elif marker in self.bare and self._tools:
             yield from self._bare_call(marker, "", end)
@@ -48,7 +52,7 @@ class Tagged:
         sink.open(Reasoning, strip=True)
         while True:
             marker = yield from reader.until(self._in_reasoning, sink.write)
-            if marker == THINK_END:
+            if marker == self.think_end:
                 sink.close(drop_space=True)
                 return sink.open(Content, strip=True)
             if marker is None:
@@ -70,22 +74,22 @@ class Tagged:
         if marker is None:
             sink.close(drop_space=False)
             return False
-        if marker == THINK_END:
+        if marker == self.think_end:
             self._open_reasoning = False
-        elif marker == CALL:
+        elif marker == self.call:
             yield from self._call()
         else:
-            yield from self._bare_call(marker[1:], marker, 0)
+            yield from self._bare_call(marker.removeprefix("\n"), marker, 0)
         return True
 
     def _after_call(self) -> Reading:
         """Uses the end tag of a call, and reasoning that begins right behind it."""
         reader = self._reader
-        marker, end = yield from reader.ahead(CALL_END, THINK)
-        if marker == CALL_END:
+        marker, end = yield from reader.ahead(self.call_end, self.think)
+        if marker == self.call_end:
             reader.pos += end
-            marker, end = yield from reader.ahead(THINK)
-        if marker == THINK:
+            marker, end = yield from reader.ahead(self.think)
+        if marker == self.think:
             reader.pos += end
             yield from self._reasoning()
 
@@ -98,5 +102,5 @@ class Tagged:
         raise NotImplementedError
 
     def _bare_call(self, marker: str, used: str, end: int) -> Reading:
-        """Reads a call that begins with one of `bare`, which ends `end` ahead; used: what was used of it already."""
+        """Reads a call that begins with one of `bare` or `inline`, which ends `end` ahead; used: its used text."""
         raise NotImplementedError
