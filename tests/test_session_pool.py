@@ -140,7 +140,7 @@ def test_forks_of_one_system_prompt_each_keep_their_conversation(engine, texts):
 def test_a_removed_reasoning_block_continues_its_own_conversation(engine, texts):
     pool = SessionPool(engine.new_session, 4)
     prompt, reasoning, answer = texts[0][:400], texts[1][:600], texts[2][:300]
-    run(pool, prompt, borders=(400,), answer=(*reasoning, *answer))
+    run(pool, [*prompt, *reasoning, *answer], borders=(400,))
     report, _ = run(pool, [*prompt, *answer, *texts[3][:50]])
     assert (report.origin, report.reused, report.evicted) == ("continued", 400, 0)
     assert len(pool.idle_sessions) == 1
@@ -203,3 +203,46 @@ def test_a_failed_step_costs_its_conversation_only(engine, texts):
     pool.release(session)
     assert run(pool, texts[1][:200])[0].reused == 0
     assert run(pool, texts[0][:210])[0].reused == 200
+
+
+def assert_same_state(session, expected):
+    """Up to what other chunks of the same tokens make: 8-bit activations round otherwise. Other tokens give about 1."""
+    recurrent = [s.state.snapshot().view(np.float32) for s in (session, expected)]
+    caches = [s.state.prefix(len(s.tokens)).arrays for s in (session, expected)]
+    pairs = [recurrent, *[[a.view(np.float16).astype(np.float32) for a in pair] for pair in zip(*caches, strict=True)]]
+    for got, wanted in pairs:
+        assert np.linalg.norm(got - wanted) < 0.1 * np.linalg.norm(wanted)
+
+
+def test_any_mix_of_conversations_is_answered_as_by_a_fresh_session(engine, texts):
+    """Forks, follow-ups, edits and parallel requests at random: the pool keeps its cap, and what it reuses is right."""
+    rng = np.random.default_rng(4)
+    pool, fresh = SessionPool(engine.new_session, 4), engine.new_session()
+    prompts, busy, origins = [texts[0][:150]], [], set()
+    for round in range(40):
+        base = prompts[int(rng.integers(len(prompts)))][-700:]
+        text = texts[int(rng.integers(6))]
+        cut, begin = int(rng.integers(20, len(base) + 1)), int(rng.integers(0, 1000))
+        more = text[begin : begin + int(rng.integers(1, 320))]
+        prompt = {0: base + more, 1: base[:cut] + more, 2: [*base[:cut], 7, *base[cut + 1 :], *more[:9]]}[int(rng.integers(3))]
+        session, report = pool.acquire(prompt)
+        assert session not in busy
+        borders = sorted(rng.integers(1, len(prompt) + 1, 3).tolist())
+        _, reused = session.sync(prompt, borders)
+        assert reused == report.reused <= report.shared
+        origins.add(report.origin)
+        if round % 3 == 0 or report.origin == "copied":
+            fresh.clear()
+            fresh.sync(prompt)
+            assert_same_state(session, fresh)
+        busy.append(session)
+        prompts.append(prompt)
+        while len(busy) > rng.integers(0, 4):
+            pool.release(busy.pop(int(rng.integers(len(busy)))))
+        assert len(pool._entries) <= 4
+        if round == 20:
+            pool.cap_bytes = int(0.7 * sum(pool.memory().values()))
+            pool.trim()
+        if not busy:
+            assert pool.cap_bytes is None or sum(pool.memory().values()) <= pool.cap_bytes
+    assert origins == {"continued", "copied", "fresh"}
