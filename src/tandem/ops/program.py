@@ -98,6 +98,7 @@ class Program:
         self.arena: np.ndarray | None = None
         self.arena_bytes = 0
         self.entries: dict[str, int] = {}
+        self._views: dict[tuple[int, int], np.ndarray] = {}
 
     def split(self, x: Buffer) -> None:
         """The calls recorded from here on are the head; x is the trunk's last result, kept for every run of the head."""
@@ -174,9 +175,18 @@ class Program:
             slot.fn, slot.args = entry, ctypes.addressof(args)
 
     def rows(self, buffer: Buffer, n: int) -> np.ndarray:
-        """View of a kept buffer's first n rows, [n, width]; valid until the next run."""
-        start = self.base_offset + buffer.offset
-        return self.arena[start : start + n * buffer.row_bytes].view(buffer.dtype).reshape(n, buffer.width)
+        """View of a kept buffer's first n rows, [n, width]; the next run overwrites it."""
+        view = self._views.get((buffer.index, n))
+        if view is None:
+            start = self.base_offset + buffer.offset
+            view = self.arena[start : start + n * buffer.row_bytes].view(buffer.dtype).reshape(n, buffer.width)
+            if n <= self.max_out:
+                self._views[buffer.index, n] = view
+        return view
+
+    def release(self) -> None:
+        """Frees the arena; views of it that are still held keep it alive."""
+        self.arena, self._views = None, {}
 
     def run_trunk(self, pool: Pool, step: StepArgs) -> None:
         """Runs the calls before the split on all rows of the step; blocks, with the interpreter lock released."""

@@ -222,7 +222,8 @@ def _plan(running: Sequence[Decoder], costs: RoundCosts) -> list[Choice]:
 def _lengths(running, found, sources, costs) -> tuple[list[int], float, list[str | None]]:
     """(drafts of each answer from its given source, promised tokens/s, the sources)."""
     offers = [by[source][0] if source else Offer(None, 0) for by, source in zip(found, sources, strict=True)]
-    lengths, promise = best_lengths(offers, costs, EXACT_ROWS)
+    choose = any(decoder.settings.adaptive and offer.limit for decoder, offer in zip(running, offers, strict=True))
+    lengths, promise = best_lengths(offers, costs, EXACT_ROWS) if choose else ([0] * len(offers), 0.0)
     room = EXACT_ROWS - len(running)
     for i, decoder in enumerate(running):
         if sources[i] == "forced" or not decoder.settings.adaptive:

@@ -7,6 +7,7 @@ follows the trunk one token behind. Pairs with hidden states of drafts are overw
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from types import ModuleType
 
 import numpy as np
@@ -121,26 +122,37 @@ class MtpDrafter:
         if not alive:
             return drafts
         parts, hidden = zip(*(wanted[i][0].catch_up(wanted[i][1]) for i in alive), strict=True)
-        self.runner.run(parts, np.concatenate(hidden))
-        rows = list(np.cumsum([len(part.tokens) for part in parts]) - 1)
+        self.runner.run(parts, hidden[0] if len(hidden) == 1 else np.concatenate(hidden))
+        rows = list(accumulate((len(part.tokens) for part in parts), initial=-1))[1:]
+        likely = self._likely(rows)
         while True:
-            for i, token in zip(alive, self._likely(rows), strict=True):
+            for i, token in zip(alive, likely, strict=True):
                 drafts[i].append(token)
             going = [at for at, i in enumerate(alive) if len(drafts[i]) < wanted[i][2]]
             if not going:
                 return drafts
             states = self.runner.hidden()[[rows[at] for at in going]]
             alive = [alive[at] for at in going]
-            parts = [wanted[i][0].chained(drafts[i]) for i in alive]
+            likely = self._chain([wanted[i][0].chained(drafts[i]) for i in alive], states)
+            rows = range(len(alive))
+
+    def _chain(self, parts: Sequence[Part], states: np.ndarray) -> list[int]:
+        """The most likely token after each of these parts of one row."""
+        if self.use_full_head and self.full_head:
             self.runner.run(parts, states)
-            rows = list(range(len(alive)))
+            return self._likely(range(len(parts)))
+        return self._named(self.runner.run_to_logits(parts, states))
 
     def _likely(self, rows: Sequence[int]) -> list[int]:
         """The most likely token after each of those rows of the last pass."""
         if self.use_full_head and self.full_head:
             self.full_head.run_hidden(self.runner.hidden()[rows])
             return self.full_head.logits(range(len(rows))).argmax(axis=1).tolist()
-        return self.head.ids[self.runner.logits(rows).argmax(axis=1)].tolist()
+        return self._named(self.runner.logits(rows))
+
+    def _named(self, logits: np.ndarray) -> list[int]:
+        """Token ids of the largest logit of each row of the cut head."""
+        return [int(self.head.ids[row.argmax()]) for row in logits]
 
 
 class MtpDraft:
@@ -204,7 +216,9 @@ class MtpDraft:
 
     def catch_up(self, token: int) -> tuple[Part, np.ndarray]:
         """The pass that runs the known pairs and the one of the next token; they then count as run."""
-        tokens, hidden = [*self._tokens, token], np.concatenate([*self._hidden, self.last_hidden[None]])
+        tokens, hidden = [*self._tokens, token], self.last_hidden[None]
+        if self._hidden:
+            hidden = np.concatenate([*self._hidden, hidden])
         part = Part(self.state, tokens, self.length)
         self.length += len(tokens)
         self._tokens, self._hidden = [], []

@@ -48,6 +48,7 @@ class Runner:
         self.pool: Pool | None = None
         self._rows = 0
         self._tokens, self._positions = (np.zeros(max_rows, np.int32) for _ in range(2))
+        self._counting = np.arange(max_rows, dtype=np.int32)
         self._out_rows = np.zeros(MAX_OUT, np.int32)
         self._addresses = tuple(a.ctypes.data for a in (self._tokens, self._positions, self._out_rows))
 
@@ -71,7 +72,7 @@ class Runner:
     def run_to_logits(self, parts: Sequence[Part], hidden: np.ndarray | None = None) -> np.ndarray:
         """`run` of at most MAX_OUT rows in all, and the logits of every row, a view that the next call overwrites."""
         step = self._step(parts, hidden)
-        self._out_rows[: step.rows] = range(step.rows)
+        self._out_rows[: step.rows] = self._counting[: step.rows]
         step.n_out, step.out_rows = step.rows, self._addresses[2]
         self.program.run_all(self.pool, step)
         return self.program.rows(self.output, step.rows)
@@ -83,9 +84,8 @@ class Runner:
         for at, part in enumerate(parts):
             end = rows + len(part.tokens)
             self._tokens[rows:end] = part.tokens
-            self._positions[rows:end] = range(part.start_pos, part.start_pos + end - rows)
-            tentative = {"tentative": True} if part.tentative else {}
-            segments[at] = part.state.segment(rows, end - rows, part.start_pos, **tentative)
+            np.add(self._counting[: end - rows], part.start_pos, out=self._positions[rows:end])
+            segments[at] = part.state.segment(rows, end - rows, part.start_pos, part.tentative)
             rows = end
         if hidden is not None:
             self.program.rows(self.program.input, rows)[:] = hidden
@@ -117,7 +117,7 @@ class Runner:
     def close(self) -> None:
         """Frees the arena; safe to call twice."""
         self.pool = None
-        self.program.arena = None
+        self.program.release()
 
     def _head(self, rows: Sequence[int]) -> np.ndarray:
         n = len(rows)
