@@ -72,7 +72,9 @@ ANSWERS: dict[str, Answer] = {
         "qwen-xml", "Tags like </think> or <function=x> stay.", "Tags like </think> or <function=x> stay."
     ),
     "call alone": Answer("qwen-xml", qwen("get_weather", city="Zürich"), calls=(WEATHER,)),
-    "call after text": Answer("qwen-xml", "I look.\n\n" + qwen("get_weather", city="Zürich"), "I look.", calls=(WEATHER,)),
+    "call after text": Answer(
+        "qwen-xml", "I look.\n\n" + qwen("get_weather", city="Zürich"), "I look.", calls=(WEATHER,)
+    ),
     "call after reasoning": Answer(
         "qwen-xml", "Hm\n</think>\n\n" + qwen("get_weather", city="Zürich"), "", "Hm", (WEATHER,), prompt_end="open"
     ),
@@ -121,11 +123,16 @@ ANSWERS: dict[str, Answer] = {
     ),
     "look-alikes in a value": Answer(
         "qwen-xml",
-        qwen("edit", text="x </parameter> y\n</parameter>z\n<function=now>\n</think>\n<tool_call>\n</function>", path="p"),
+        qwen(
+            "edit", text="x </parameter> y\n</parameter>z\n<function=now>\n</think>\n<tool_call>\n</function>", path="p"
+        ),
         calls=(
             (
                 "edit",
-                {"text": "x </parameter> y\n</parameter>z\n<function=now>\n</think>\n<tool_call>\n</function>", "path": "p"},
+                {
+                    "text": "x </parameter> y\n</parameter>z\n<function=now>\n</think>\n<tool_call>\n</function>",
+                    "path": "p",
+                },
             ),
         ),
     ),
@@ -140,7 +147,14 @@ ANSWERS: dict[str, Answer] = {
         calls=(
             (
                 "edit",
-                {"lines": [1, 2], "options": {"a": {"b": None}}, "force": True, "mode": "fast", "note": None, "text": "5"},
+                {
+                    "lines": [1, 2],
+                    "options": {"a": {"b": None}},
+                    "force": True,
+                    "mode": "fast",
+                    "note": None,
+                    "text": "5",
+                },
             ),
         ),
     ),
@@ -210,7 +224,9 @@ ANSWERS: dict[str, Answer] = {
     ),
     "hermes extra brace": Answer("hermes", HERMES.replace("}}", "}}}"), calls=(WEATHER,)),
     "hermes Python literal": Answer(
-        "hermes", "<tool_call>{'name': 'edit', 'arguments': {'force': True}}</tool_call>", calls=(("edit", {"force": True}),)
+        "hermes",
+        "<tool_call>{'name': 'edit', 'arguments': {'force': True}}</tool_call>",
+        calls=(("edit", {"force": True}),),
     ),
     "hermes line break in a string": Answer(
         "hermes",
@@ -222,7 +238,9 @@ ANSWERS: dict[str, Answer] = {
         '<tool_call>{"name": "get_weather", "arguments": {"city": "5", "days": "5"}}</tool_call>',
         calls=(("get_weather", {"city": "5", "days": 5}),),
     ),
-    "hermes without tags": Answer("hermes", '{"name": "get_weather", "arguments": {"city": "Zürich"}}', calls=(WEATHER,)),
+    "hermes without tags": Answer(
+        "hermes", '{"name": "get_weather", "arguments": {"city": "Zürich"}}', calls=(WEATHER,)
+    ),
     "hermes bare object of something else": Answer("hermes", '{"name": "Bob"}', '{"name": "Bob"}'),
     "hermes bare object of other keys": Answer("hermes", '{"answer": 5}\nok', '{"answer": 5}\nok'),
     "hermes open string": Answer(
@@ -240,7 +258,10 @@ ANSWERS: dict[str, Answer] = {
         f"<|tool_call>call:edit{{force:true,lines:[1,2],options:{{a:{{b:null}},c:{Q},}}{Q}}},text:{Q}<tool_call|>, x:1{Q}}}"
         "<tool_call|>",
         calls=(
-            ("edit", {"force": True, "lines": [1, 2], "options": {"a": {"b": None}, "c": ",}"}, "text": "<tool_call|>, x:1"}),
+            (
+                "edit",
+                {"force": True, "lines": [1, 2], "options": {"a": {"b": None}, "c": ",}"}, "text": "<tool_call|>, x:1"},
+            ),
         ),
     ),
     "gemma two calls": Answer("gemma", GEMMA + "<|tool_call>call:now{}<tool_call|>", calls=(WEATHER, ("now", {}))),
@@ -248,7 +269,9 @@ ANSWERS: dict[str, Answer] = {
     "gemma plain quotes": Answer("gemma", '<|tool_call>call:get_weather{city:"Zürich"}<tool_call|>', calls=(WEATHER,)),
     "gemma backticks": Answer("gemma", "<|tool_call>call:get_weather{city:`Zürich`}<tool_call|>", calls=(WEATHER,)),
     "gemma broken": Answer(
-        "gemma", "<|tool_call>call:now{a b}<tool_call|> x", "<|tool_call>call:now{a b}<tool_call|> x",
+        "gemma",
+        "<|tool_call>call:now{a b}<tool_call|> x",
+        "<|tool_call>call:now{a b}<tool_call|> x",
         flags=("malformed_tool_call",),
     ),
     # Llama 3
@@ -276,8 +299,12 @@ ANSWERS: dict[str, Answer] = {
         calls=(WEATHER,),
     ),
     "glm reasoning": Answer(
-        "glm", "Hm</think>" + glm("now") + glm("get_weather", city="Zürich", days="5"), "", "Hm",
-        (("now", {}), ("get_weather", {"city": "Zürich", "days": 5})), prompt_end="open",
+        "glm",
+        "Hm</think>" + glm("now") + glm("get_weather", city="Zürich", days="5"),
+        "",
+        "Hm",
+        (("now", {}), ("get_weather", {"city": "Zürich", "days": 5})),
+        prompt_end="open",
     ),
     "glm values": Answer(
         "glm",

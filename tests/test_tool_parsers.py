@@ -163,7 +163,9 @@ def test_a_function_that_was_not_offered_is_a_call_with_a_flag():
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("tools", [None, []])
 def test_without_tools_a_call_is_text(format, tools):
-    texts = [answer.text for answer in ANSWERS.values() if answer.format == format and answer.calls and not answer.reasoning]
+    texts = [
+        answer.text for answer in ANSWERS.values() if answer.format == format and answer.calls and not answer.reasoning
+    ]
     for text in texts:
         _, content, flags, calls, _ = summary(read([text], format, tools=tools))
         assert not calls and not flags
@@ -203,7 +205,7 @@ def test_unknown_formats_and_bad_tools_are_named():
 MARKERS = sorted(
     {
         *"< > </ \n {} } { [ ] \" ' , : \\ <tool_call> </tool_call> <think> </think>".split(" "),
-        *'<function= <function=edit> <function=zz> </function> <parameter= <parameter=text> <parameter=lines> </parameter>'
+        *"<function= <function=edit> <function=zz> </function> <parameter= <parameter=text> <parameter=lines> </parameter>"
         " <arg_key> </arg_key> <arg_value> </arg_value> <|tool_call> <tool_call|> call:edit{ <|channel>thought <channel|>"
         ' <|"|> <|python_tag|> <|channel|> <|message|> <|start|> <|end|> <|call|> analysis final to=functions.edit edit'
         ' {"name": "edit" "arguments" "parameters" text lines [1] true'.split(" "),

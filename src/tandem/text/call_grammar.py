@@ -19,7 +19,9 @@ _ROOT_KEYS = frozenset(
     "type properties required additionalProperties $defs definitions title description $schema $id default examples "
     "strict $comment unevaluatedProperties deprecated readOnly writeOnly".split()
 )
-_STRING_KEYS = frozenset("type pattern minLength maxLength enum const format title description default examples".split())
+_STRING_KEYS = frozenset(
+    "type pattern minLength maxLength enum const format title description default examples".split()
+)
 _KEY = "/[A-Za-z0-9_.-]{1,64}/"  # of an argument that no schema names
 
 
@@ -47,6 +49,8 @@ QWEN_XML = RawSyntax(
     end="</function>\n</tool_call>",
     between="\n",
 )
+
+
 class RawCalls:
     """Steps of calls with raw values. inside: begins right behind the marker; further: one more call, or none."""
 
@@ -202,7 +206,12 @@ class JsonCalls:
     """Steps of calls written as JSON objects with a name and arguments."""
 
     def __init__(
-        self, marker: str, around: tuple[str, str], arguments_key: str, tools: Mapping[str, Tool], parallel: bool,
+        self,
+        marker: str,
+        around: tuple[str, str],
+        arguments_key: str,
+        tools: Mapping[str, Tool],
+        parallel: bool,
         limits: Limits,
     ):
         """marker: what opens a call, '' if nothing does; around: literal text between marker and object, and behind."""

@@ -112,7 +112,9 @@ def _is_annotation(key: str, value: object, limits: Limits, what: str) -> bool:
     if key == "enum" and isinstance(value, (list, tuple)) and len(value) > limits.enum_values:
         raise RequestError(f"{what}: an enum of {len(value):,} values, at most {limits.enum_values:,} are allowed")
     if key == "pattern" and isinstance(value, str) and len(value) > limits.regex_chars:
-        raise RequestError(f"{what}: a pattern of {len(value):,} characters, at most {limits.regex_chars:,} are allowed")
+        raise RequestError(
+            f"{what}: a pattern of {len(value):,} characters, at most {limits.regex_chars:,} are allowed"
+        )
     return key == "format" and isinstance(value, str) and value in _ANNOTATIONS
 
 

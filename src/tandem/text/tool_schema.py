@@ -11,6 +11,7 @@ from tandem.errors import RequestError
 MAX_TOOLS = 1024
 MAX_NAME_CHARS = 256
 MAX_REF_DEPTH = 32
+MAX_SCHEMAS = 500
 ANY_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
 _KIND_OF_VALUE = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
@@ -100,7 +101,9 @@ def _read_tool(entry: object, place: str) -> Tool | None:
         found = type(parameters).__name__
         raise RequestError(f"{place}: found {found} as parameters, expected a JSON schema object")
     description = function.get("description")
-    return Tool(name, parameters or {}, description if isinstance(description, str) else "", bool(function.get("strict")))
+    return Tool(
+        name, parameters or {}, description if isinstance(description, str) else "", bool(function.get("strict"))
+    )
 
 
 def resolved(schema: object, root: object) -> Mapping[str, object]:
@@ -117,12 +120,14 @@ def resolved(schema: object, root: object) -> Mapping[str, object]:
 
 def types_of(schema: object, root: object) -> frozenset[str]:
     """JSON types of the values that `schema` may allow; all types where it does not say. root: where `$ref` points."""
-    return _types(schema, root, MAX_REF_DEPTH)
+    return _types(schema, root, MAX_REF_DEPTH, [MAX_SCHEMAS])
 
 
-def _types(schema: object, root: object, depth: int) -> frozenset[str]:
+def _types(schema: object, root: object, depth: int, left: list[int]) -> frozenset[str]:
+    """left: how many more schemas may be looked at, so that references in circles cost no more."""
     schema = resolved(schema, root)
-    if depth == 0:
+    left[0] -= 1
+    if depth == 0 or left[0] < 0:
         return ANY_TYPES
     found = ANY_TYPES
     stated = schema.get("type")
@@ -137,11 +142,11 @@ def _types(schema: object, root: object, depth: int) -> frozenset[str]:
     for key in ("anyOf", "oneOf"):
         branches = schema.get(key)
         if isinstance(branches, (list, tuple)) and branches:
-            found &= frozenset().union(*(_types(branch, root, depth - 1) for branch in branches[:64]))
+            found &= frozenset().union(*(_types(branch, root, depth - 1, left) for branch in branches[:64]))
     branches = schema.get("allOf")
     if isinstance(branches, (list, tuple)):
         for branch in branches[:64]:
-            found &= _types(branch, root, depth - 1)
+            found &= _types(branch, root, depth - 1, left)
     if found is ANY_TYPES or not found:
         return _hinted(schema)
     return found | {"integer"} if "number" in found else found
