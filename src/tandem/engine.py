@@ -201,7 +201,7 @@ class Engine:
 
     def release_memory(self) -> None:
         """Gives back the pages of the engine's own conversation; the engine stays usable."""
-        self._open_session().clear()
+        self._open_session().release()
 
     def close(self) -> None:
         """Frees threads, memory and the mapped file; safe to call twice."""

@@ -127,6 +127,13 @@ class Session:
             self.mtp.cut(0, None)
         self._interrupted = False
 
+    def release(self) -> None:
+        """Forgets everything and gives the memory back; the session stays usable."""
+        self.clear()
+        self.state.release()
+        if self.mtp:
+            self.mtp.state.release()
+
     def advance(self, tokens: Sequence[int]) -> None:
         """Runs these tokens as the next ones; the runner then holds their logits."""
         part = self.begin(tokens, tentative=False)
