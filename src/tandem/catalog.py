@@ -9,7 +9,8 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tandem.errors import RequestError
+from tandem.default_model import default_model
+from tandem.errors import RequestError, nearest
 from tandem.settings import home_folder, setting
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")  # no separator, so no name leaves its folder
@@ -53,6 +54,22 @@ def find(name: str) -> CatalogEntry | None:
     """The model of that name, in any case; None if there is none, also for texts that cannot be names."""
     name = name.lower()
     return _read(_entry_path(name)) if valid_name(name) else None
+
+
+def model_path(model: str | None) -> Path:
+    """The file that a user means: a path, the name of a pulled model, or None for the packaged one. Raises RequestError."""
+    if not model:
+        return default_model()
+    path = Path(model)
+    if path.is_file():
+        return path
+    if entry := find(model):
+        return entry.path
+    folder = path.parent if path.parent.is_dir() else Path()
+    others = [other.name for other in folder.glob("*.gguf")] + names()
+    what = "a folder" if path.is_dir() else "not there"
+    hint = nearest(path.name, others) if others else ""
+    raise RequestError(f"{model} is {what}: MODEL is a .gguf file or the name of a pulled model{hint}")
 
 
 def entries() -> list[CatalogEntry]:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import tandem
-from tandem.catalog import find, names
-from tandem.default_model import NOTICE, default_model
+from tandem.catalog import find, model_path
+from tandem.default_model import NOTICE
 from tandem.errors import EngineError, RequestError, nearest
 from tandem.settings import SERVED, Setting
 
@@ -345,17 +345,7 @@ def _is_prompt(word: str) -> bool:
 def _existing(model: str | None) -> Path:
     if model is None:
         click.echo(NOTICE, err=True)
-        return default_model()
-    path = Path(model)
-    if not path.is_file():
-        if entry := find(model):
-            return entry.path
-        folder = path.parent if path.parent.is_dir() else Path()
-        others = [other.name for other in folder.glob("*.gguf")] + names()
-        what = "a folder" if path.is_dir() else "not there"
-        hint = nearest(path.name, others) if others else ""
-        raise RequestError(f"{model} is {what}: MODEL is a .gguf file or the name of a pulled model{hint}")
-    return path
+    return model_path(model)
 
 
 def draft_settings(sources: str, longest: int | None, fixed: bool, with_model: bool) -> "DraftSettings":
