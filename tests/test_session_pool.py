@@ -1,5 +1,8 @@
 """Which cached conversation a prompt continues: the decision alone, then the pool over real sessions of the pocket model."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -192,6 +195,19 @@ def test_the_cap_holds_and_what_is_forgotten_gives_its_memory_back(engine, texts
     assert memory["kv"] >= sum(state.held_bytes - state.recurrent_memory.nbytes for state in states)
     pool.clear()
     assert sum(pool.memory().values()) == 0 and session.state.held_bytes == 0
+
+
+def test_a_cleared_pool_leaves_no_session_behind(engine, texts):
+    pool = SessionPool(engine.new_session, 3)
+    for text in texts[:2]:
+        run(pool, text[:100])
+    alive = [weakref.ref(thing) for session in pool.idle_sessions for thing in (session, session.state, session.state.memory)]
+    gc.disable()  # the memory must not wait for the collector
+    try:
+        pool.clear()
+        assert not any(ref() is not None for ref in alive)
+    finally:
+        gc.enable()
 
 
 def test_a_failed_step_costs_its_conversation_only(engine, texts):

@@ -121,6 +121,8 @@ def test_the_cap_keeps_those_used_last_and_removes_other_models_first(engine, te
     loaded = store.load_all(engine.new_session, 9)
     assert [s.tokens for s in loaded] == [s.tokens for s in sessions[1:]]
     assert SessionStore(tmp_path, OTHER).load_all(engine.new_session, 9) == []
+    smaller = SessionStore(tmp_path, MODEL, cap_bytes=int(1.5 * size)).load_all(engine.new_session, 9)
+    assert [s.tokens for s in smaller] == [sessions[2].tokens]
     assert SessionStore(tmp_path, MODEL, cap_bytes=10).save_all(sessions) == 0
 
 

@@ -97,11 +97,14 @@ class SessionStore:
         return len(self._known)
 
     def load_all(self, make_session: Callable[[], Session], limit: int) -> list[Session]:
-        """The saved conversations of this model, at most `limit`, those saved last; the least recently used first."""
+        """The saved conversations of this model, those saved last, at most `limit` of them and no more bytes than the
+        cap; the least recently used first."""
         self._sweep()
         sessions: list[Session] = []
+        left = float("inf") if self.cap_bytes is None else self.cap_bytes
         for path in reversed(self._files(self._prefix)):
-            if len(sessions) >= limit:
+            left -= _size(path)
+            if len(sessions) >= limit or left < 0:
                 break
             session = make_session()
             try:
@@ -135,11 +138,7 @@ class SessionStore:
 
     def _make_room(self, wanted: set[Path], left: float) -> None:
         """Removes the oldest of the other files until they take at most `left` bytes."""
-        others = [path for path in self._files() if path not in wanted]
-        sizes = {}
-        for path in others:
-            with contextlib.suppress(OSError):
-                sizes[path] = path.stat().st_size
+        sizes = {path: _size(path) for path in self._files() if path not in wanted}
         total = sum(sizes.values())
         for path, size in sizes.items():
             if total <= left:
@@ -175,6 +174,14 @@ class SessionStore:
                 with contextlib.suppress(OSError):
                     if path.stat().st_mtime < time.time() - STALE_S:
                         path.unlink()
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file, 0 if it is gone."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _remove(path: Path) -> None:
