@@ -23,8 +23,8 @@ HIDDEN_SIZE = 8
 
 @dataclass(frozen=True)
 class Script:
-    """One answer: its text, how many tokens a round gives, and what goes wrong. open_error, prefill_error: raised there;
-    decode_error: raised by the round after error_at tokens, for the whole round (the answer is not named)."""
+    """One answer: its text, how many tokens a round gives, and what goes wrong. open_error, prefill_error: raised
+    there; decode_error: raised by the round after error_at tokens, for the whole round (the answer is not named)."""
 
     text: str = "The quick brown fox jumps over the lazy dog."
     tokens_per_round: int = 1

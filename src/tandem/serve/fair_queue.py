@@ -1,8 +1,8 @@
 """A queue that shares the engine between clients by tokens, and the clock that sizes prefill chunks by their time."""
 
 from collections import deque
-from collections.abc import Iterator
-from typing import Generic, Hashable, Protocol, TypeVar
+from collections.abc import Hashable, Iterator
+from typing import Generic, Protocol, TypeVar
 
 
 class Queued(Protocol):
@@ -92,7 +92,7 @@ class FairQueue(Generic[T]):
         return client.served if client else self._clock
 
     def position(self, item: T) -> int:
-        """How many are likely to be taken before it: those of its client before it, and as many of each other client."""
+        """How many are likely to be taken before it: its client's before it, and as many of each other client."""
         own = self._clients[item.client].waiting.index(item)
         others = (c for name, c in self._clients.items() if name != item.client)
         return own + sum(min(len(c.waiting), own + (c.served <= self._clients[item.client].served)) for c in others)
@@ -146,7 +146,8 @@ class ChunkClock:
         new = measured if old is None else old + self.WEIGHT * (measured - old)
         for other, known in self._seconds.items():
             # a larger chunk takes no less time, and no more a token
-            self._seconds[other] = min(known, new) if other < size else min(max(known * self.FADE, new), new * other / size)
+            larger = min(max(known * self.FADE, new), new * other / size)
+            self._seconds[other] = min(known, new) if other < size else larger
         self._seconds[size] = new
 
     def tokens_in(self, seconds: float) -> int:

@@ -17,7 +17,7 @@ LIGHT_ROLES = ("kv", "recurrent", "checkpoints")
 
 @dataclass(frozen=True)
 class SleepPolicy:
-    """Idle seconds after which caches and states (light, level 1) and weights too (deep, level 2) are freed; None: never.
+    """Idle seconds until caches and states (light, level 1) or weights too (deep, level 2) are freed; None: never.
 
     Raises SettingError for times that are not positive, or a deep sleep before the light one.
     """
@@ -31,27 +31,21 @@ class SleepPolicy:
             if value is not None and not value > 0:
                 raise SettingError(f"{name}={value!r}: seconds above 0 are needed, or none for never")
         if None not in (self.light_after_s, self.deep_after_s) and self.deep_after_s <= self.light_after_s:
-            raise SettingError(f"deep sleep after {self.deep_after_s} s, light sleep after {self.light_after_s} s: deep must come later")
+            raise SettingError(
+                f"deep sleep after {self.deep_after_s} s, light sleep after {self.light_after_s} s: deep comes later"
+            )
 
     @classmethod
     def at_level(cls, level: int, after_s: float | None) -> "SleepPolicy":
-        """One level only, after that many idle seconds; None or 0: never. Raises SettingError for levels but 1 and 2."""
+        """One level, after that many idle seconds; None or 0: never. Raises SettingError for levels but 1 and 2."""
         if level not in (1, 2):
             raise SettingError(f"sleep level {level!r}: 1 frees caches and states, 2 the weights too")
         return cls(**{("light_after_s", "deep_after_s")[level - 1]: after_s or None})
 
-    def due(self, idle_s: float, level: int) -> int:
-        """The level that a model at `level` (0: awake) should be at after that long without work."""
-        if self.deep_after_s is not None and idle_s >= self.deep_after_s:
-            return 2
-        if self.light_after_s is not None and idle_s >= self.light_after_s:
-            return max(level, 1)
-        return level
-
-    def next_after_s(self, level: int) -> float | None:
-        """Idle seconds at which a model at `level` goes further down; None: it does not."""
-        times = [t for t, to in ((self.light_after_s, 1), (self.deep_after_s, 2)) if t is not None and to > level]
-        return min(times, default=None)
+    def times(self, level: int) -> list[tuple[float, int]]:
+        """(idle seconds, level) of the sleeps that a model at `level` (0: awake) still has before it."""
+        both = ((self.light_after_s, 1), (self.deep_after_s, 2))
+        return [(after_s, deeper) for after_s, deeper in both if after_s is not None and deeper > level]
 
 
 @dataclass(frozen=True)
@@ -105,15 +99,14 @@ class Lifecycle:
         """The level to go to now, None: stay."""
         if self.idle_since_s is None or self.state not in ("loaded", "sleeping"):
             return None
-        due = self.policy.due(now_s - self.idle_since_s, self.level)
-        return due if due > self.level else None
+        levels = [level for after_s, level in self.policy.times(self.level) if now_s >= self.idle_since_s + after_s]
+        return max(levels, default=None)
 
     def next_time_s(self) -> float | None:
         """When a sleep is due next if nothing happens."""
         if self.idle_since_s is None or self.state not in ("loaded", "sleeping"):
             return None
-        after = self.policy.next_after_s(self.level)
-        return None if after is None else self.idle_since_s + after
+        return min((self.idle_since_s + after_s for after_s, _ in self.policy.times(self.level)), default=None)
 
     def may_wake(self, now_s: float) -> bool:
         """Whether a wake may begin: the model is down, none is running, and the pause after a failure is over."""

@@ -1,8 +1,8 @@
 """What the engine does next: a pure state machine without threads, clocks or I/O.
 
-In: events, which are its methods (a request came, a chunk is done, a reader left ...), each with the time. Out: `next`, the
-one action for the engine now, and `take_endings`, requests that ended without the engine. Whoever drives it carries out
-one action, reports its outcome by the matching event, and asks again.
+In: events, which are its methods (a request came, a chunk is done, a reader left ...), each with the time. Out: `next`,
+the one action for the engine now, and `take_endings`, requests that ended without the engine. Whoever drives it carries
+out one action, reports its outcome by the matching event, and asks again.
 """
 
 import heapq
@@ -52,14 +52,14 @@ class Limits:
             raise SettingError(f"prefill_share={self.prefill_share!r}: a number between 0 and 1 is needed")
         if self.max_chunk < self.min_chunk:
             raise SettingError(f"max_chunk={self.max_chunk}: at least min_chunk={self.min_chunk} is needed")
-        if self.background_every < 0:
-            raise SettingError(f"background_every={self.background_every}: 0 (never) or a number of steps is needed")
+        if self.background_every < 0 or self.background_every == 1:
+            raise SettingError(f"background_every={self.background_every}: 0 (never) or at least 2 steps are needed")
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A request as far as the scheduler cares: tokens of its prompt, most tokens of its answer (None: no limit), the time
-    at which it is to be ended (None: never)."""
+    """A request as far as the scheduler cares: tokens of its prompt, most tokens of its answer (None: no limit), the
+    time at which it is to be ended (None: never)."""
 
     id: int
     client: str
@@ -151,8 +151,8 @@ class Ending:
 
 class _Request:
     __slots__ = (
-        "id", "client", "background", "kind", "prompt_tokens", "cost", "deadline", "arrived", "opened_at", "open", "done",
-        "decoding", "slow_since", "slow_timer", "cause", "used", "queue",
+        "id", "client", "background", "kind", "prompt_tokens", "cost", "deadline", "arrived", "opened_at", "open",
+        "done", "decoding", "slow_since", "slow_timer", "cause", "used", "queue",
     )  # fmt: skip
 
     def __init__(self, s: Submission, now: float, queue: FairQueue):
@@ -170,7 +170,14 @@ class _Request:
 
 
 class Scheduler:
-    """See the module; the rules are in docs/serving.md. now: seconds of one clock that never goes back."""
+    """See the module. now: seconds of one clock that never goes back. The rules:
+
+    All answers that can be written are written together, one round for all of them. A prompt goes in chunks between
+    rounds: one chunk, then rounds for as long as `prefill_share` asks; a chunk beside running answers is as long as
+    fits `stall_s`. Sequences are given to clients by FairQueue. Background work runs when no interactive work can, but
+    for one step in `background_every`, and loses its sequence to an interactive request that has none. Whoever ends
+    is closed before anything else is done.
+    """
 
     def __init__(self, limits: Limits, now: float = 0.0):
         self.limits = limits
@@ -379,10 +386,10 @@ class Scheduler:
             self.life.idle(now)
             level = self.life.sleep_due(now)
             return Sleep(level) if level else Wait(self.life.next_time_s())
-        times = [self.life.retry_at_s, self._next_time() or self.life.retry_at_s]
+        times = [self.life.retry_at_s] + [t for t in (self._next_time(),) if t is not None]
         if self.requests:
-            times.append(min(r.arrived for r in self.requests.values()) + self.limits.load_deadline_s)
-        return Wait(max(now, min(times)))
+            times.append(min(self._load_late_at(r) for r in self.requests.values()))
+        return Wait(min(times))
 
     def _work(self, now: float) -> Action | None:
         """Opens what may be opened, else the next step; interactive work first, background work with what is left."""
@@ -429,7 +436,7 @@ class Scheduler:
         return Evict(request.id)
 
     def _step(self, of: Sequence[_Request], embed: _Request | None, most: int) -> Action | None:
-        """A round, or a chunk if its turn has come: one prompt at a time, sized so that the round after it comes soon."""
+        """A round, or a chunk if its turn has come: of one prompt, sized so that the round after it comes soon."""
         decoding = [r for r in of if r.decoding]
         prompts = [r for r in of if not r.decoding]
         if embed:
@@ -455,6 +462,7 @@ class Scheduler:
         return self._run_prompt(oldest, self._chunks.tokens_in(self.limits.stall_s))
 
     def _run_prompt(self, request: _Request, most: int) -> Action:
+        self._owe(0.0)
         if request.kind == "answer":
             return Prefill(request.id, most)
         request.queue.pop()
@@ -462,12 +470,9 @@ class Scheduler:
         return Embed(request.id)
 
     def _owe(self, took_s: float) -> None:
-        """After a chunk: how much decoding is due before the next one."""
-        if any(r.decoding and r.slow_since is None for r in self.open.values()):
-            self._debt_s = took_s * (1 - self.limits.prefill_share) / self.limits.prefill_share
-            self._rounds_due = MOST_ROUNDS if self._debt_s else 1
-        else:
-            self._debt_s, self._rounds_due = 0.0, 0
+        """After a chunk: how much decoding is due before the next one, if there is anything to decode."""
+        self._debt_s = took_s * (1 - self.limits.prefill_share) / self.limits.prefill_share
+        self._rounds_due = MOST_ROUNDS if took_s > 0 else 1
 
     def _time(self, when: float, id: int, kind: str) -> None:
         if len(self._timers) > 64 + 4 * len(self.requests):
@@ -477,7 +482,8 @@ class Scheduler:
 
     def _next_time(self) -> float | None:
         """When `tick` has something to do, if nothing happens before."""
-        return min((t for t in (self._stop_at, self._timers[0][0] if self._timers else None) if t is not None), default=None)
+        first = self._timers[0][0] if self._timers else None
+        return min((t for t in (self._stop_at, first) if t is not None), default=None)
 
     def _end(self, id: int, cause: Cause, now: float) -> None:
         request = self.requests.get(id)
@@ -522,7 +528,8 @@ class Scheduler:
             self.life.idle(now)
 
     def _end_waits_for_load(self, now: float) -> None:
-        since = self.life.down_since_s
-        late = [r.id for r in self.requests.values() if now - max(r.arrived, since) >= self.limits.load_deadline_s]
-        for id in late:
+        for id in [r.id for r in self.requests.values() if self._load_late_at(r) <= now]:
             self._end(id, "load_deadline", now)
+
+    def _load_late_at(self, request: _Request) -> float:
+        return max(request.arrived, self.life.down_since_s) + self.limits.load_deadline_s

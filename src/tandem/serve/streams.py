@@ -55,7 +55,7 @@ class Job:
 
     def __init__(self, id: int, request: GenerationRequest | list[int], kind: str, priority: str):
         self.id, self.request, self.kind, self.priority = id, request, kind, priority
-        self.stream: "AnswerStream" = None  # set before anybody sees the job
+        self.stream: AnswerStream = None  # set before anybody sees the job
         self.began_s = time.monotonic()
         self.consumed = 0  # tokens; written by the reader
         self.slow = False

@@ -37,10 +37,11 @@ class Worker:
     how far an answer may be ahead of its reader. Use `start`, then `generate`, then `stop`, all in one event loop.
     """
 
-    def __init__(self, make_batch: Callable[[], Batch], limits: Limits = Limits(), *, buffer_tokens: int = 256):
+    def __init__(self, make_batch: Callable[[], Batch], limits: Limits | None = None, *, buffer_tokens: int = 256):
         if buffer_tokens < 1:
             raise SettingError(f"buffer_tokens={buffer_tokens}: at least 1 is needed")
-        self.limits, self._make_batch, self._buffer_tokens = limits, make_batch, buffer_tokens
+        self.limits = limits = limits or Limits()
+        self._make_batch, self._buffer_tokens = make_batch, buffer_tokens
         self.totals = Totals()
         self.memory: dict[str, int] = {}
         self.last_sleep: MemoryReport | None = None
@@ -86,7 +87,7 @@ class Worker:
         priority: Priority = "interactive",
         deadline_s: float | None = None,
     ) -> AnswerStream:
-        """Accepts the request: an async iterator over its events. Close it (`aclose`, `async with`) when the reader leaves.
+        """Accepts the request: an async iterator over its events; close it (`async with`) when the reader leaves.
 
         Raises Overloaded if it is not accepted, EngineError if the engine thread is gone.
         """
@@ -261,9 +262,8 @@ class Worker:
         try:
             steps = self._batch.decode([job.answer for job in jobs])
         except Exception as error:
-            culprit = getattr(error, "answer", jobs[0].answer if len(jobs) == 1 and isinstance(error, EngineError) else None)
-            job = next((job for job in jobs if job.answer is culprit), None) if culprit is not None else None
-            self._fail(job, error) if job else self._break(error)
+            culprit = _culprit(error, jobs)
+            self._fail(culprit, error) if culprit else self._break(error)
             return
         now = time.monotonic()
         told, events = [], []
@@ -389,7 +389,8 @@ class Worker:
         batch = self._make_batch()
         if batch.max_sequences < self.limits.max_sequences:
             batch.close_all()
-            raise SettingError(f"{self.limits.max_sequences} answers at once are set, the batch holds {batch.max_sequences}")
+            most = self.limits.max_sequences
+            raise SettingError(f"{most} answers at once are set, the batch holds {batch.max_sequences}")
         return batch
 
     def _fail(self, job: Job, error: Exception) -> None:
@@ -402,7 +403,7 @@ class Worker:
     def _break(self, error: Exception) -> None:
         """The engine is in a state that nobody knows: everything running ends, the next request loads anew."""
         _log.error("the engine broke", exc_info=error)
-        failure = EngineError(f"the engine failed while it wrote this answer ({error!r}); it is loaded again, retry the request")
+        failure = EngineError(f"the engine failed while it wrote this answer ({error!r}); it is loaded anew, retry")
         failure.__cause__ = error
         self._load_error = error
         self.totals.breaks += 1
@@ -469,6 +470,14 @@ class Worker:
                 self._jobs.pop(job.id, None)
                 self.totals.failed += isinstance(event, Failed)
         self._loop.call_soon_threadsafe(_deliver, events)
+
+
+def _culprit(error: Exception, jobs: list[Job]) -> Job | None:
+    """The one answer of a round that the error belongs to; None: the round itself failed."""
+    if len(jobs) == 1 and isinstance(error, EngineError):
+        return jobs[0]
+    answer = getattr(error, "answer", None)
+    return next((job for job in jobs if job.answer is answer), None) if answer is not None else None
 
 
 def _deliver(events: list) -> None:
