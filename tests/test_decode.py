@@ -223,3 +223,40 @@ def _exact(engine, prompt, depth, sampling):
             grown |= {(*tokens, int(i)): probability * float(p) for i, p in zip(ids, probs, strict=True)}
         found = grown
     return found
+
+
+def test_drafts_after_a_long_rest_are_as_good_as_before(plain):
+    """While drafts rest, the MTP block does not follow every token: it begins anew with the last ones."""
+    with tandem.load(default_model(), ctx=2048, threads=2, drafts=SOURCES["mtp 1"]) as engine:
+        text, whole = written(engine, CODE, 700)
+        session = engine.session
+        session.clear()
+        session.sync(engine.tokenize(CODE))
+        for token in text[:400]:
+            session.advance([token])
+        assert session.mtp.first > 300
+        prompt = engine.tokenize(CODE) + text[:400]
+        rest, stats = written(engine, prompt, 300)
+        assert rest == text[400:] or stats.reused_tokens == 0
+        assert stats.accepted / stats.drafted > 0.8 * whole.accepted / whole.drafted
+
+
+def test_the_draft_heads_rows_are_the_full_heads_rows_of_its_tokens():
+    from tandem.ops.base import Weight
+    from tandem.runtime.draft_mtp import DraftHead
+
+    rng = np.random.default_rng(2)
+    full = Weight("output.weight", (1000, 8), 8, rng.integers(0, 256, (1000, 34), np.uint8))
+    head = DraftHead(full, 100)
+    head.read(rng.integers(0, 1000, 300))
+    for _ in range(50):
+        head.wrote(rng.integers(0, 1000, 20).tolist())
+        assert len(set(head.ids.tolist())) == 100
+        np.testing.assert_array_equal(head.weight.blocks, full.blocks[head.ids])
+    head.wrote([999])
+    assert 999 in head.ids and head.coverage < 0.5
+    often = head.ids[:20].tolist()
+    for _ in range(40):
+        head.wrote(often)
+    head.wrote(rng.integers(0, 1000, 60).tolist())
+    assert set(often) <= set(head.ids.tolist())

@@ -20,7 +20,7 @@ from tandem.runtime.session import Session
 from tandem.runtime.step import EXACT_ROWS, Runner
 
 SOURCES = ("mtp", "model", "ngram")
-_PRIORS = {"mtp": 0.7, "model": 0.7, "ngram": 0.4}
+_PRIORS = {"mtp": 0.7, "model": 0.7, "ngram": 0.7}
 _TRUSTED_COVERAGE = 0.85  # below, drafts use the full head: what the cut one misses costs more than it saves
 
 
@@ -92,6 +92,8 @@ class Decoder:
         self.finished = self.full = False
         self.last: int | None = None  # chosen, and not in the session yet
         self._logits: np.ndarray | None = None
+        self._first: int | None = None  # of the tokens that the last round chose
+        self._guess: list[int] = []  # what the text itself proposed for this round
         self._ngram: NgramDraft | None = None
 
     def start(self, logits: np.ndarray) -> None:
@@ -132,18 +134,24 @@ class Decoder:
         if self.constraint and len(forced := self.constraint.forced()):
             return {"forced": (Offer(Acceptance(1.0), min(most, len(forced))), [int(t) for t in forced[:most]])}
         longest = min(most, self.settings.longest)
+        resting = self.settings.adaptive and self.guard.resting()
         found = {}
         for source in self.sources:
             if source != "ngram":
-                found[source] = Offer(self.acceptance[source], longest, chained=True), []
-            elif self._ngram and (known := self._ngram.draft(longest)):
-                found[source] = Offer(self.acceptance[source], longest), known
+                if not resting:
+                    found[source] = Offer(self.acceptance[source], longest, chained=True), []
+            elif self._ngram:
+                self._guess = self._ngram.draft(longest)
+                if self._guess:
+                    found[source] = Offer(self.acceptance[source], longest), self._guess
         return found
 
     def verify(self, drafts: Sequence[int], logits: np.ndarray) -> int:
         """Takes tokens from the rows of logits as long as the drafts are what is chosen; how many were."""
         for accepted, draft in enumerate([*drafts, None]):
             token = self.choose(logits[accepted])
+            if not accepted:
+                self._first = token
             if self._ngram:
                 self._ngram.extend([token])
             if self.finished or token != draft:
@@ -157,11 +165,18 @@ class Decoder:
         for position in range(drafted):
             counts.drafted[position] += 1
             counts.accepted[position] += position < accepted
-        if source in self.acceptance:
-            self.acceptance[source].tell(drafted, accepted)
-            self.history.acceptance[source].tell(drafted, accepted)
+        if drafted and source in self.acceptance:
+            self._learn(source, drafted, accepted)
+        if source != "ngram" and self._guess and self._first is not None:  # a guess that was not drafted teaches too
+            self._learn("ngram", 1, int(self._guess[0] == self._first))
+        self._guess = []
         if self.session.room < 1 and not self.finished:
             self.finished = self.full = True
+
+
+    def _learn(self, source: str, drafted: int, accepted: int) -> None:
+        self.acceptance[source].tell(drafted, accepted)
+        self.history.acceptance[source].tell(drafted, accepted)
 
 
 def decode_round(runner: Runner, decoders: Sequence[Decoder]) -> None:
@@ -194,7 +209,8 @@ def decode_round(runner: Runner, decoders: Sequence[Decoder]) -> None:
     costs.tell(len(logits), end - drafted, chain, drafted - begin)
     plain_s = costs.round_s(len(running), 0)
     for decoder, (tokens, drafted_of_it) in zip(running, outcomes, strict=True):
-        decoder.guard.tell(tokens, drafted_of_it, end - begin, plain_s)
+        if decoder.sources:
+            decoder.guard.tell(tokens, drafted_of_it, end - begin, plain_s)
         counts = decoder.counts
         counts.draft_s += drafted - begin
         counts.pass_s += passed - drafted
@@ -206,38 +222,54 @@ Choice = tuple[str | None, int, list[int]]  # source, number of drafts, the draf
 
 def _plan(running: Sequence[Decoder], costs: RoundCosts) -> list[Choice]:
     """Each answer's source and number of drafts, together at most EXACT_ROWS rows."""
-    found = [decoder.offers() for decoder in running]
+    found = [decoder.offers() if decoder.sources or decoder.constraint else {} for decoder in running]
+    if not any(found):
+        return [(None, 0, [])] * len(running)
     if len(running) == 1:
         options = [[source] for source in found[0]] or [[None]]
     else:
         options = [[max(offers, key=lambda s: offers[s][0].acceptance.gain(1), default=None) for offers in found]]
-    plans = [_lengths(running, found, sources, costs) for sources in options]
-    lengths, _, sources = max(plans, key=lambda plan: plan[1])
+    sources = max(options, key=lambda sources: _promise(found, sources, costs)) if len(options) > 1 else options[0]
+    lengths = _lengths(running, found, sources, costs)
     return [
         (source if count else None, count, offers[source][1][:count] if count else [])
         for source, count, offers in zip(sources, lengths, found, strict=True)
     ]
 
 
-def _lengths(running, found, sources, costs) -> tuple[list[int], float, list[str | None]]:
-    """(drafts of each answer from its given source, promised tokens/s, the sources)."""
-    offers = [by[source][0] if source else Offer(None, 0) for by, source in zip(found, sources, strict=True)]
+def _offers(found, sources) -> list[Offer]:
+    return [by[source][0] if source else Offer(None, 0) for by, source in zip(found, sources, strict=True)]
+
+
+def _promise(found, sources: Sequence[str | None], costs: RoundCosts) -> float:
+    return best_lengths(_offers(found, sources), costs, EXACT_ROWS)[1]
+
+
+def _lengths(running, found, sources: Sequence[str | None], costs: RoundCosts) -> list[int]:
+    """Drafts of each answer from its given source."""
+    offers = _offers(found, sources)
     choose = any(decoder.settings.adaptive and offer.limit for decoder, offer in zip(running, offers, strict=True))
-    lengths, promise = best_lengths(offers, costs, EXACT_ROWS) if choose else ([0] * len(offers), 0.0)
+    lengths = best_lengths(offers, costs, EXACT_ROWS)[0] if choose else [0] * len(offers)
     room = EXACT_ROWS - len(running)
     for i, decoder in enumerate(running):
+        if not offers[i].limit:
+            continue
         if sources[i] == "forced" or not decoder.settings.adaptive:
             wanted = offers[i].limit
-        else:
+        elif offers[i].chained:
             wanted = min(offers[i].limit, decoder.guard.limit(lengths[i], costs))
+        else:
+            wanted = lengths[i]
         lengths[i] = min(wanted, room)
         room -= lengths[i]
-    return lengths, promise, sources
+    return lengths
 
 
 def _drafts(running: Sequence[Decoder], plan: Sequence[Choice]) -> list[list[int]]:
     """The drafted tokens of each answer."""
     drafts = [list(known) for _, _, known in plan]
+    if not any(count for _, count, _ in plan):
+        return drafts
     chained = [i for i, (source, _, _) in enumerate(plan) if source == "mtp"]
     if chained:
         drafter = running[chained[0]].session.mtp.drafter

@@ -12,7 +12,8 @@ MAX_DRAFTS = 7  # with the token before them, the most rows that a step computes
 _MEMORY = 24  # rounds after which an outcome has lost most of its weight
 _RECENT = 9  # timings kept of each kind
 _WARM_UP = 3  # plain rounds before the first draft: they measure what a round without drafts costs
-_PROBE_EVERY = 48  # rounds without drafts after which one draft is tried again
+_SHORTEST_REST, _LONGEST_REST = 16, 512  # rounds without drafts before one draft is tried again
+_TRIALS = 3  # rounds of such a trial
 _LOSS_ALLOWED = 0.01  # of the time spent: more than this behind plain decoding, no more trials
 
 
@@ -109,24 +110,38 @@ def best_lengths(offers: Sequence[Offer], costs: RoundCosts, max_rows: int) -> t
 
 
 class DraftGuard:
-    """Keeps trials from costing: compares the time spent with what plain decoding of the same tokens would have taken."""
+    """Keeps trials from costing. Compares the time spent in rounds with drafts with what plain decoding of the same tokens
+    would have taken, and rests for longer and longer while drafts do not pay."""
 
     def __init__(self) -> None:
         self._spent_s = self._plain_s = 0.0
-        self._since_draft = 0
+        self._rest, self._next_rest, self._trials = 0, _SHORTEST_REST, 0
 
     def tell(self, tokens: int, drafted: int, spent_s: float, plain_s: float) -> None:
         """One round of one sequence: its tokens and seconds, and the seconds of a plain round."""
-        self._spent_s += spent_s
+        self._spent_s += spent_s if drafted else plain_s
         self._plain_s += tokens * plain_s
-        self._since_draft = 0 if drafted else self._since_draft + 1
+
+    def resting(self) -> bool:
+        """Whether this round goes without drafts that cost passes; asked once a round."""
+        self._rest -= self._rest > 0
+        return self._rest > 0
 
     def limit(self, wanted: int, costs: RoundCosts) -> int:
         """How many drafts may be made where `wanted` promise the most."""
         if costs.known(1) < _WARM_UP:
             return 0
         if self._spent_s > self._plain_s + _LOSS_ALLOWED * self._spent_s:
-            return 0
-        if not wanted and self._since_draft >= _PROBE_EVERY:
+            return self._pause()
+        if wanted:
+            self._next_rest, self._trials = _SHORTEST_REST, 0
+            return wanted
+        if self._trials:
+            self._trials -= 1
             return 1
-        return wanted
+        return self._pause()
+
+    def _pause(self) -> int:
+        self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, _LONGEST_REST)
+        self._trials = _TRIALS
+        return 0

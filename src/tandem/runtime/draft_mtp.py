@@ -16,11 +16,12 @@ from tandem.native import Native
 from tandem.ops.base import Weight
 from tandem.ops.program import Pool
 from tandem.ops.state_cpu import CpuState, KvPrefix
-from tandem.runtime.step import Part, Runner
+from tandem.runtime.step import EXACT_ROWS, Part, Runner
 
 MAX_HEAD_ROWS = 32768
 MIN_HEAD_ROWS = 4096
-BACKLOG = 64  # pairs that wait for the next drafting pass before they get one of their own
+BACKLOG = 64  # pairs that wait for the next drafting pass; of more, the cache begins anew with the last KEPT
+KEPT = 32
 
 
 class DraftHead:
@@ -161,46 +162,59 @@ class MtpDraft:
     def __init__(self, drafter: MtpDrafter, ctx: int, kv: str):
         self.drafter = drafter
         self.state = CpuState(drafter.specs, ctx, kv, drafter.runner.max_rows)
+        self.first = 0  # the pair in row 0: later than 0 after pairs were passed over, since rows turn by distance alone
         self.length = 0
         self.last_hidden: np.ndarray | None = None  # of the last token that the trunk has run
         self._tokens: list[int] = []  # pairs that are known and not run yet
         self._hidden: list[np.ndarray] = []
 
+    @property
+    def known(self) -> int:
+        """Pairs up to here are in the cache or wait to be run; the next one is that of the token at known + 1."""
+        return self.first + self.length + len(self._tokens)
+
     def follow(self, start: int, tokens: Sequence[int], hidden: np.ndarray) -> None:
         """The trunk has run these tokens, the first at position start: hidden float32 [n, hidden_size], not kept."""
-        known = self.length + len(self._tokens)
-        if known < start - 1:  # a gap: what was cached before it stays, the pairs in it are lost
-            self._tokens, self._hidden, self.length, known = [], [], start - 1, start - 1
-        first = known - (start - 1)  # tokens whose pair is known already, or that have none (position 0)
-        if first == 0 and self.last_hidden is None:
-            self._flush()
-            self.length, first = start, 1
-        if first < len(tokens):
-            before = hidden[max(first, 1) - 1 : len(tokens) - 1]
-            if first == 0:
+        if self.known < start - 1:  # pairs in between were never told
+            self._begin_at(start - 1)
+            self.last_hidden = None
+        skip = self.known - (start - 1)  # tokens whose pair is known already, or that have none (position 0)
+        if skip == 0 and self.last_hidden is None:
+            self._begin_at(start)
+            skip = 1
+        if skip < len(tokens):
+            before = hidden[max(skip, 1) - 1 : len(tokens) - 1]
+            if skip == 0:
                 before = np.concatenate((self.last_hidden[None], before))
-            self._tokens.extend(int(token) for token in tokens[first:])
+            self._tokens.extend(int(token) for token in tokens[skip:])
             self._hidden.append(before.copy())
         self.last_hidden = hidden[len(tokens) - 1].copy()
-        if len(self._tokens) >= BACKLOG:
+        if len(tokens) > EXACT_ROWS:  # a prompt: drafts will want all of it
             self._flush()
+        elif len(self._tokens) > BACKLOG:
+            tokens, hidden = self._tokens[-KEPT:], np.concatenate(self._hidden)[-KEPT:]
+            self._begin_at(self.known - KEPT)
+            self._tokens, self._hidden = tokens, [hidden]
 
     def cut(self, length: int, hidden: np.ndarray | None) -> None:
         """The sequence now has `length` tokens; hidden: state of the last one, None if it is not known."""
-        keep = max(0, length - 1)
-        if keep < self.length:
-            self.length, self._tokens, self._hidden = keep, [], []
-        elif keep < self.length + len(self._tokens):
-            self._tokens = self._tokens[: keep - self.length]
+        rows = max(0, length - 1) - self.first
+        if rows <= 0:
+            self._begin_at(max(0, length - 1))
+        elif rows < self.length:
+            self.length, self._tokens, self._hidden = rows, [], []
+        elif rows < self.length + len(self._tokens):
+            self._tokens = self._tokens[: rows - self.length]
             self._hidden = [np.concatenate(self._hidden)[: len(self._tokens)]] if self._tokens else []
         self.last_hidden = hidden
 
     def adopt(self, other: "MtpDraft", length: int, hidden: np.ndarray | None) -> None:
         """Makes this the view of a sequence that shares its first `length` tokens with the other's; hidden as in `cut`."""
-        self.length = min(other.length, max(0, length - 1))
+        self.first = other.first
+        self.length = min(other.length, max(0, length - 1 - other.first))
         self.state.copy_prefix(other.state, self.length)
-        known = self.length == other.length
-        self._tokens, self._hidden = (list(other._tokens), list(other._hidden)) if known else ([], [])
+        whole = self.length == other.length
+        self._tokens, self._hidden = (list(other._tokens), list(other._hidden)) if whole else ([], [])
         self.cut(length, hidden)
 
     def cached(self) -> KvPrefix:
@@ -208,11 +222,16 @@ class MtpDraft:
         self._flush()
         return self.state.prefix(self.length)
 
-    def restore(self, cached: KvPrefix, hidden: np.ndarray | None) -> None:
-        """Makes this what it was when `cached` was taken; hidden: state of the sequence's last token. Raises ShapeError
-        if it is another model's."""
+    def restore(self, cached: KvPrefix, length: int, hidden: np.ndarray | None) -> None:
+        """Makes this what it was when `cached` was taken, of a sequence of `length` tokens; hidden: state of the last one.
+        Raises ShapeError if it is another model's."""
         self.state.load_prefix(cached)
-        self.length, self._tokens, self._hidden, self.last_hidden = cached.length, [], [], hidden
+        self.first, self.length = max(0, length - 1 - cached.length), cached.length
+        self._tokens, self._hidden, self.last_hidden = [], [], hidden
+
+    def _begin_at(self, pair: int) -> None:
+        """Empties the cache; its first row will be that pair's."""
+        self.first, self.length, self._tokens, self._hidden = pair, 0, [], []
 
     def catch_up(self, token: int) -> tuple[Part, np.ndarray]:
         """The pass that runs the known pairs and the one of the next token; they then count as run."""

@@ -298,7 +298,7 @@ def _load(file: BinaryIO, model: bytes, session: Session) -> None:
     session.state.restore(end.recurrent)
     if session.mtp:
         if drafts:
-            session.mtp.restore(drafts, end.hidden)
+            session.mtp.restore(drafts, len(tokens), end.hidden)
         else:
             session.mtp.cut(len(tokens), end.hidden)
     session.tokens, session.checkpoints = tokens, checkpoints if session.recurrent else []
