@@ -11,7 +11,10 @@ experts. The last line is one JSON object.
 
 import argparse
 import json
+import mmap
+import os
 import sys
+import tempfile
 import time
 
 import numpy as np
@@ -36,14 +39,40 @@ LAYERS = {
 }
 
 
-def make_weight(ggml_type: int, cols: int, size_bytes: int) -> Weight:
+def placed(blocks: np.ndarray, memory: str) -> np.ndarray:
+    """A copy in pages of that kind: anonymous ones, huge or small, or those of a mapped file as models are read."""
+    if memory == "file":
+        with tempfile.TemporaryFile() as file:
+            file.write(blocks.data)
+            file.flush()
+            pages = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        pages.madvise(mmap.MADV_POPULATE_READ if hasattr(mmap, "MADV_POPULATE_READ") else mmap.MADV_WILLNEED)
+        return np.frombuffer(pages, np.uint8).reshape(blocks.shape)
+    pages = mmap.mmap(-1, blocks.nbytes)
+    pages.madvise(mmap.MADV_HUGEPAGE if memory == "huge" else mmap.MADV_NOHUGEPAGE)
+    copy = np.frombuffer(pages, np.uint8).reshape(blocks.shape)
+    copy[:] = blocks
+    return copy
+
+
+def pinned_pool(library, threads: int) -> Pool:
+    """A pool whose threads have a core each."""
+    cores, before = sorted(os.sched_getaffinity(0)), set(os.listdir("/proc/self/task"))
+    pool = Pool(library, threads)
+    workers = sorted(int(name) for name in set(os.listdir("/proc/self/task")) - before)
+    for core, thread in zip(cores, [0, *workers], strict=False):
+        os.sched_setaffinity(thread, {core})
+    return pool
+
+
+def make_weight(ggml_type: int, cols: int, size_bytes: int, memory: str = "huge") -> Weight:
     """About size_bytes of one matrix with rows of cols values; a megabyte of random blocks, repeated."""
     form = FORMATS[ggml_type]
     row_bytes = cols // form.block_values * form.block_bytes
     n = max(32, min(size_bytes, 1 << 20) // row_bytes // 32 * 32)
     blocks = random_blocks(ggml_type, n * row_bytes // form.block_bytes, np.random.default_rng(0))
     tiled = np.tile(blocks.reshape(n, row_bytes), (-(-size_bytes // (n * row_bytes)), 1))
-    return Weight(form.name, (len(tiled), cols), ggml_type, tiled)
+    return Weight(form.name, (len(tiled), cols), ggml_type, placed(tiled, memory))
 
 
 def seconds(pool: Pool, weight: Weight, rows: int, budget_s: float) -> float:
@@ -73,7 +102,7 @@ def measure(pool: Pool, name: str, args: argparse.Namespace) -> dict[str, float]
     ggml_type = format_by_name(name).ggml_type
     figures = {}
     for label, size_bytes in (("ram", args.size_mb << 20), ("cache", CACHED_BYTES * pool.threads)):
-        weight = make_weight(ggml_type, args.cols, size_bytes)
+        weight = make_weight(ggml_type, args.cols, size_bytes, args.memory)
         times = [seconds(pool, weight, rows, args.budget_s) for rows in FEW]
         figures[f"{label} GB/s"] = round(weight.blocks.nbytes / times[0] / 1e9, 1)
         figures |= {f"{label} x{rows}": round(t / times[0], 2) for rows, t in zip(FEW[1:], times[1:], strict=True)}
@@ -83,10 +112,10 @@ def measure(pool: Pool, name: str, args: argparse.Namespace) -> dict[str, float]
     return figures
 
 
-def expert_stack(name: str, out: int, cols: int) -> Weight:
+def expert_stack(name: str, out: int, cols: int, memory: str) -> Weight:
     """NUM_EXPERTS matrices [out, cols] of that type; random blocks, repeated."""
     form = format_by_name(name)
-    flat = make_weight(form.ggml_type, cols, NUM_EXPERTS * out * cols // form.block_values * form.block_bytes)
+    flat = make_weight(form.ggml_type, cols, NUM_EXPERTS * out * cols // form.block_values * form.block_bytes, memory)
     blocks = flat.blocks[: NUM_EXPERTS * out].reshape(NUM_EXPERTS, out, -1)
     return Weight(name, (NUM_EXPERTS, out, cols), form.ggml_type, blocks)
 
@@ -100,11 +129,11 @@ def draws(rows: int, same: bool) -> list[np.ndarray]:
     return [np.stack([rng.permutation(NUM_EXPERTS)[:CHOSEN] for _ in range(rows)]) for _ in range(32)]
 
 
-def measure_layer(pool: Pool, layer: str, budget_s: float) -> dict[str, float]:
-    """Median time of a step by rows, as multiples; even routing over the ratio of distinct experts, and same experts."""
+def measure_layer(pool: Pool, layer: str, budget_s: float, memory: str) -> dict[str, float]:
+    """Median time of a step by rows as a multiple: over the ratio of distinct experts (even routing), and of one (same)."""
     hidden, size, inner_type, down_type = LAYERS[layer]
-    gate, up = (expert_stack(inner_type, size, hidden) for _ in range(2))
-    down = expert_stack(down_type, hidden, size)
+    gate, up = (expert_stack(inner_type, size, hidden, memory) for _ in range(2))
+    down = expert_stack(down_type, hidden, size, memory)
     expert_bytes = sum(w.blocks[0].nbytes for w in (gate, up, down))
     figures, one_s = {}, 0.0
     for rows, same in [(1, True), *((r, s) for s in (False, True) for r in FEW[1:])]:
@@ -146,9 +175,11 @@ def main() -> None:
     parser.add_argument("--budget-s", type=float, default=0.3, help="time of one measurement")
     parser.add_argument("--many", action="store_true", help=f"also products of {MANY} rows")
     parser.add_argument("--experts", nargs="*", choices=LAYERS, help="expert layers; without a name all of them")
+    parser.add_argument("--memory", choices=("huge", "small", "file"), default="huge", help="pages of the weights")
+    parser.add_argument("--pin", action="store_true", help="one core for each thread")
     args = parser.parse_args()
     library = native()
-    pool = Pool(library, args.threads)
+    pool = pinned_pool(library, args.threads) if args.pin else Pool(library, args.threads)
     ram = round(read_bandwidth_gb_s(library, args.threads), 1)
     print(f"{library.isa}, {args.threads} threads, RAM read {ram} GB/s", file=sys.stderr)
     every_type = [] if args.experts is not None else [form.name for form in FORMATS.values()]
@@ -157,7 +188,7 @@ def main() -> None:
         figures[name] = measure(pool, name, args)
         show(name, figures[name])
     for layer in [] if args.experts is None else args.experts or LAYERS:
-        figures[layer] = measure_layer(pool, layer, args.budget_s)
+        figures[layer] = measure_layer(pool, layer, args.budget_s, args.memory)
         show(layer, figures[layer])
     print(json.dumps(figures))
 

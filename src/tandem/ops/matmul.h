@@ -29,10 +29,10 @@ struct Weight {
 struct alignas(kActLanes * 4) ActSpan {
     static constexpr int lanes = kActLanes, values = 16 * lanes;
     int8_t plain[values];
-#if TANDEM_AVX512
-    uint8_t shifted[values];  // plain + 128
-#endif
     float scale16[lanes], sum16[lanes];  // by lane: scale, and scale * sum of the group's values
+#if TANDEM_AVX512
+    int32_t minus_sum[lanes];  // by lane: - sum of the group's values
+#endif
 
     // Of a group of 16, and of the quad that holds value k.
     static constexpr int lane_of(int group) { return TANDEM_AVX2 ? group / 2 + 4 * (group % 2) : group; }

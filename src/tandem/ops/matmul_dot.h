@@ -22,45 +22,39 @@ namespace dot512 {
 
 constexpr int kTogether = 4;  // weight rows whose sums over lanes are taken together
 
-template <class F>
-constexpr bool kHasBias = F::has_min || F::offset != 0;
+constexpr int log2_of(int n) { return n <= 1 ? 0 : 1 + log2_of(n / 2); }
 
 // Products of one weight row with R activation rows.
 template <class F, int R>
 struct Sums {
+    static constexpr int offset = quant::kLaneOffset<F>;
+    // An offset that is no power of two goes over the sums in float.
+    static constexpr bool whole_offset = offset != 0 && (offset & (offset - 1)) == 0;
+    static constexpr bool has_bias = F::has_min || (offset != 0 && !whole_offset);
     __m512 products[R], biases[R];
 
-    Sums() {
+    void clear() {
         for (int r = 0; r < R; r++) products[r] = biases[r] = _mm512_setzero_ps();
     }
 
-    // Adds the span that begins `offset` bytes into the records.
+    // Adds the span that begins `at` bytes into the records.
     inline __attribute__((always_inline)) void add(const quant::LaneSpan& s, const uint8_t* const* records,
-                                                   int64_t offset) {
-        [[maybe_unused]] __m512 bias;
-        if constexpr (F::has_min) bias = s.bias;
-        else if constexpr (F::offset != 0) bias = _mm512_mul_ps(s.scale, _mm512_set1_ps(-float(F::offset)));
-        // Signed weights are the signed operand against activations + 128; this takes the 128 out again.
-        __m512i start = _mm512_setzero_si512();
-        if constexpr (F::is_signed) {
-            for (int u = 0; u < 4; u++) start = _mm512_dpbusd_epi32(start, _mm512_set1_epi8(-128), s.q[u]);
-            start = _mm512_sub_epi32(_mm512_setzero_si512(), start);
-        }
+                                                   int64_t at) {
+        [[maybe_unused]] __m512 min;
+        if constexpr (F::has_min) min = s.min;
+        else if constexpr (has_bias) min = _mm512_mul_ps(s.scale, _mm512_set1_ps(float(offset)));
         for (int r = 0; r < R; r++) {
-            const ActSpan& x = *(const ActSpan*)(records[r] + offset);
-            __m512i dot = start;
-            for (int u = 0; u < 4; u++) {
-                const __m512i values = _mm512_load_si512((F::is_signed ? x.shifted : (const uint8_t*)x.plain) + 64 * u);
-                if constexpr (F::is_signed) dot = _mm512_dpbusd_epi32(dot, values, s.q[u]);
-                else dot = _mm512_dpbusd_epi32(dot, s.q[u], values);
-            }
+            const ActSpan& x = *(const ActSpan*)(records[r] + at);
+            __m512i dot = _mm512_setzero_si512();
+            if constexpr (whole_offset) dot = _mm512_slli_epi32(_mm512_load_si512(x.minus_sum), log2_of(offset));
+            for (int u = 0; u < 4; u++) dot = _mm512_dpbusd_epi32(dot, s.q[u], _mm512_load_si512(x.plain + 64 * u));
             const __m512 scale = _mm512_mul_ps(s.scale, _mm512_load_ps(x.scale16));
             products[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), scale, products[r]);
-            if constexpr (kHasBias<F>) biases[r] = _mm512_fmadd_ps(bias, _mm512_load_ps(x.sum16), biases[r]);
+            if constexpr (has_bias) biases[r] = _mm512_fnmadd_ps(min, _mm512_load_ps(x.sum16), biases[r]);
         }
     }
 
-    __m512 lanes(int r) const { return kHasBias<F> ? _mm512_add_ps(products[r], biases[r]) : products[r]; }
+    __m512 lanes(int r) const { return has_bias ? _mm512_add_ps(products[r], biases[r]) : products[r]; }
 };
 
 // The sums over lanes of four vectors, each in the same order.
@@ -86,24 +80,35 @@ void dot_fixed(const uint8_t* w, int64_t stride, int64_t n, int64_t cols, const 
     for (int r = 0; r < R; r++) records[r] = given[r];
     const int64_t whole = cols / quant::kLaneSpan * int64_t(sizeof(ActSpan));
     const int rest = int(cols % quant::kLaneSpan);
-    __m512 lanes[R][kTogether] = {};
-    for (int64_t i = 0; i < n; i += kTogether) {
-        const int rows = n - i < kTogether ? int(n - i) : kTogether;
-        for (int j = 0; j < rows; j++) {
-            dot512::Sums<F, R> sums;
-            const uint8_t* p = w + (i + j) * stride;
-            for (int64_t at = 0; at < whole; at += sizeof(ActSpan), p += span_bytes) {
-                prefetch_ahead<span_bytes>(p);
-                sums.add(quant::load_lanes<F>(p), records, at);
-            }
-            if constexpr (F::block < quant::kLaneSpan)
-                if (rest) sums.add(quant::load_some_lanes<F>(p, rest / F::block), records, whole);
-            for (int r = 0; r < R; r++) lanes[r][j] = sums.lanes(r);
+    const int64_t gap = stride - whole / int64_t(sizeof(ActSpan)) * span_bytes;
+    __m512 lanes[R][kTogether];
+    dot512::Sums<F, R> sums;
+    sums.clear();
+    int64_t i = 0, at = 0;
+    const uint8_t* p = w;
+    // One loop over all spans of all rows, so that constants stay in registers from row to row.
+    while (i < n) {
+        if (whole) {
+            prefetch_ahead<span_bytes>(p);
+            sums.add(quant::load_lanes<F>(p), records, at);
+            p += span_bytes;
+            at += sizeof(ActSpan);
+            if (at < whole) continue;
         }
+        if constexpr (F::block < quant::kLaneSpan)
+            if (rest) sums.add(quant::load_some_lanes<F>(p, rest / F::block), records, whole);
+        for (int r = 0; r < R; r++) lanes[r][i % kTogether] = sums.lanes(r);
+        sums.clear();
+        at = 0;
+        p += gap;
+        i++;
+        const int rows = i % kTogether ? int(i % kTogether) : kTogether;
+        if (rows < kTogether && i < n) continue;
         for (int r = 0; r < R; r++) {
-            const __m128 four = dot512::totals(lanes[r]);
-            if (rows == kTogether) _mm_storeu_ps(out + r * ld + i, four);
-            else _mm_mask_storeu_ps(out + r * ld + i, __mmask8((1 << rows) - 1), four);
+            for (int j = rows; j < kTogether; j++) lanes[r][j] = lanes[r][0];
+            const __m128 some = dot512::totals(lanes[r]);
+            if (rows == kTogether) _mm_storeu_ps(out + r * ld + i - rows, some);
+            else _mm_mask_storeu_ps(out + r * ld + i - rows, __mmask8((1 << rows) - 1), some);
         }
     }
 }

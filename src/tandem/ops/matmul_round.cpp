@@ -42,8 +42,6 @@ inline void round32(const float* x, float inverse, int at, const Target& to, int
     };
     store(span->plain, first, 0);
     store(span->plain, second, 2);
-    store(span->shifted, _mm_xor_si128(first, top), 0);
-    store(span->shifted, _mm_xor_si128(second, top), 2);
 #elif TANDEM_AVX2
     const __m256i ones = _mm256_set1_epi16(1);
     for (int h = 0; h < 2; h++) {
@@ -82,6 +80,9 @@ void store_factors(float scale, const int32_t* sums, int at, const Target& to) {
         const int lane = ActSpan::lane_of(at / 16 + h);
         to.span->scale16[lane] = scale;
         to.span->sum16[lane] = to.sum16[at / 16 + h] = scale * float(sums[h]);
+#if TANDEM_AVX512
+        to.span->minus_sum[lane] = -sums[h];
+#endif
     }
     to.scale32[at / 32] = scale;
     to.sum32[at / 32] = scale * float(sums[0] + sums[1]);
@@ -148,7 +149,6 @@ void round_span(const float* x, const Target& to) {
         for (int i = 0; i < 2; i++) {
             const __m512i q = _mm512_shuffle_i32x4(a, b, i ? 0xdd : 0x88);
             _mm512_store_si512(span->plain + 64 * (2 * h + i), q);
-            _mm512_store_si512(span->shifted + 64 * (2 * h + i), _mm512_xor_si512(q, top));
             sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(1), q);
         }
     }
@@ -157,6 +157,7 @@ void round_span(const float* x, const Target& to) {
     _mm512_store_ps(span->scale16, scales);
     const __m512 sums = _mm512_mul_ps(scales, _mm512_cvtepi32_ps(sum));
     _mm512_store_ps(span->sum16, sums);
+    _mm512_store_si512(span->minus_sum, _mm512_sub_epi32(_mm512_setzero_si512(), sum));
     _mm512_store_ps(to.sum16, sums);
     _mm256_store_ps(to.scale32, scale);
     const __m256i sum32 = _mm512_cvtepi64_epi32(_mm512_add_epi32(sum, _mm512_srli_epi64(sum, 32)));

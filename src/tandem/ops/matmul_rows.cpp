@@ -98,6 +98,10 @@ void derive_tables(quant::Grids& g, const char* name) {
     if (!std::strcmp(name, "IQ1S"))
         for (auto& row : g.iq1s)
             for (uint8_t& value : row) value++;
+    for (int i = 0; i < 16; i++) {
+        g.iq4nl_128[i] = int8_t(g.iq4nl[i] ^ 0x80);
+        g.e2m1_128[i] = int8_t(g.e2m1[i] ^ 0x80);
+    }
     for (int c = 0; c < 4; c++)
         for (int i = 0; i < 256; i++) g.iq3xxs_columns[c][i] = g.iq3xxs[i][c];
 }

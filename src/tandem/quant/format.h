@@ -260,6 +260,7 @@ struct Grids {
     alignas(64) int8_t iq4nl[16];
     alignas(64) int8_t e2m1[16];
     alignas(64) uint8_t iq3xxs_columns[4][256];  // the same rows, transposed
+    alignas(64) int8_t iq4nl_128[16], e2m1_128[16];  // plus 128
 };
 extern Grids grids;
 

@@ -113,7 +113,7 @@ struct PackedIq3s {
     return packed;
 }
 
-// 64 rows of IQ3_S, as 4 units. id: row numbers modulo 256; upper: rows + 256.
+// 64 rows of IQ3_S, as 4 units, plus 128 unless natural. id: row numbers modulo 256; upper: rows + 256.
 template <bool Natural>
 inline void look_up_iq3s(__m512i ids, uint64_t upper, __m512i* q) {
     static const PackedIq3s packed = pack_iq3s();
@@ -123,8 +123,10 @@ inline void look_up_iq3s(__m512i ids, uint64_t upper, __m512i* q) {
         rows[i] = prepare_order<Natural>(_mm512_mask_blend_epi8(upper, low, high));
     }
     const __m512i pairs[2] = {_mm512_unpacklo_epi8(rows[0], rows[1]), _mm512_unpackhi_epi8(rows[0], rows[1])};
+    const __m512i offset = Natural ? _mm512_setzero_si512() : _mm512_set1_epi8(-128), nibble = _mm512_set1_epi8(15);
+    auto magnitudes = [&](__m512i v) { return _mm512_ternarylogic_epi32(v, nibble, offset, 0xea); };  // v & 15 | offset
     for (int i = 0; i < 2; i++) {
-        const __m512i first = keep(pairs[i], 15), second = keep(_mm512_srli_epi16(pairs[i], 4), 15);
+        const __m512i first = magnitudes(pairs[i]), second = magnitudes(_mm512_srli_epi16(pairs[i], 4));
         q[2 * i] = _mm512_unpacklo_epi16(first, second);
         q[2 * i + 1] = _mm512_unpackhi_epi16(first, second);
     }
@@ -334,6 +336,7 @@ struct IQ3_XXS {
         LaneSpan s;
         const __m256i words = _mm256_loadu_si256((const __m256i*)(p + 66));
         look_up_iq3xxs<false>(_mm512_loadu_si512(p + 2), s.q);
+        add_128(s.q);
         negate_lanes(s.q, even_signs(four_sevens(words)));
         s.scale = lane_factors(factors(p, words));
         return s;
@@ -377,7 +380,12 @@ struct IQ3_S {
         LaneSpan s;
         look_up_iq3s<false>(_mm512_loadu_si512(p + 2), read_as<uint64_t>(p + 66), s.q);
         negate_lanes(s.q, _mm256_loadu_si256((const __m256i*)(p + 74)));
-        s.scale = lane_factors(factors(p));
+        // 2 * nibble + 1 of each group
+        const __m512i nibble_to_1 =
+            _mm512_setr_epi32(31, 31, 3, 3, 7, 7, 11, 11, 15, 15, 19, 19, 23, 23, 27, 27);
+        const __m512i packed = _mm512_rorv_epi32(_mm512_set1_epi32(read_as<int>(p + 106)), nibble_to_1);
+        const __m512i odd = _mm512_ternarylogic_epi32(packed, _mm512_set1_epi32(30), _mm512_set1_epi32(1), 0xea);
+        s.scale = _mm512_mul_ps(half_times_16(p), _mm512_cvtepi32_ps(odd));
         return s;
     }
 #elif TANDEM_AVX2
@@ -530,7 +538,7 @@ struct IQ4_NL {
     template <class At>
     static void lane_codes(At at, __m512i* q) {
         lane_nibbles(at, 2, q);
-        for (int u = 0; u < 4; u++) q[u] = look_up(grids.iq4nl, q[u]);
+        for (int u = 0; u < 4; u++) q[u] = look_up(grids.iq4nl_128, q[u]);
     }
 #endif
 #if TANDEM_AVX2
@@ -578,8 +586,13 @@ struct IQ4_XS {
         LaneSpan s;
         const __m512i first = _mm512_loadu_si512(p + 8), second = _mm512_loadu_si512(p + 72);
         for (int u = 0; u < 4; u++)
-            s.q[u] = look_up(grids.iq4nl, lane_bits(kNibbleGroups, u, first, second, 15));
-        s.scale = lane_factors(factors(p));
+            s.q[u] = look_up(grids.iq4nl_128, lane_bits(kNibbleGroups, u, first, second, 15));
+        // Half scale, two high bits of each group's scale, low nibbles.
+        alignas(64) static constexpr ScaleTable table =
+            scale_table([](int l) { return 4 + l / 4; }, [](int l) { return 4 * (l / 2 % 2); },
+                        [](int l) { return 2 + l / 8; }, [](int l) { return 2 * (l / 2 % 4); });
+        const __m512i codes = six_bits(table, _mm512_set1_epi64(read_as<long long>(p)));
+        s.scale = _mm512_mul_ps(half_times_16(p), _mm512_cvtepi32_ps(_mm512_sub_epi32(codes, _mm512_set1_epi32(32))));
         return s;
     }
 #endif

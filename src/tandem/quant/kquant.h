@@ -47,10 +47,19 @@ inline void scales_and_mins(const uint8_t* b, __m256* scale, __m256* bias) {
 }
 
 inline void lane_scales_and_mins(const uint8_t* b, LaneSpan* s) {
-    __m256 scale, bias;
-    scales_and_mins(b, &scale, &bias);
-    s->scale = lane_factors(scale);
-    s->bias = lane_factors(bias);
+    // Of group g < 4 all six bits lie in byte 4 + g or 8 + g; of the others, four lie in bytes 12 .. 15 and two on top
+    // of the first bytes.
+    alignas(64) static constexpr ScaleTable scales = scale_table(
+        [](int l) { return l / 2 < 4 ? 4 + l / 2 : 8 + l / 2; }, [](int) { return 0; },
+        [](int l) { return 4 + l / 2 % 4; }, [](int l) { return l / 2 < 4 ? 4 : 6; });
+    alignas(64) static constexpr ScaleTable mins = scale_table(
+        [](int l) { return 8 + l / 2; }, [](int l) { return l / 2 < 4 ? 0 : 4; },
+        [](int l) { return 8 + l / 2 % 4; }, [](int l) { return l / 2 < 4 ? 4 : 6; });
+    const __m512i packed = sixteen_everywhere(b);
+    const __m128 both = two_halves(read_as<uint32_t>(b));
+    s->scale = _mm512_mul_ps(_mm512_broadcastss_ps(both), _mm512_cvtepi32_ps(six_bits(scales, packed, false)));
+    s->min =
+        _mm512_mul_ps(_mm512_broadcastss_ps(_mm_movehdup_ps(both)), _mm512_cvtepi32_ps(six_bits(mins, packed)));
 }
 
 // The two bits of each byte of 32, at 2 * part and 2 * part + 2, for the lower and the upper half.
@@ -81,24 +90,26 @@ struct Q2_K {
                     q[128 * half + 32 * part + i] = int8_t(b[16 + 32 * half + i] >> 2 * part & 3);
     }
 #if TANDEM_AVX512
-    static void factors(const uint8_t* p, __m512* scale, __m512* bias) {
+    static void factors(const uint8_t* p, __m512* scale, __m512* min) {
         const __m512i packed = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
-        *scale =
-            _mm512_mul_ps(half_times_16(p + 80), _mm512_cvtepi32_ps(_mm512_and_si512(packed, _mm512_set1_epi32(15))));
-        const __m512 minus = _mm512_xor_ps(half_times_16(p + 82), _mm512_set1_ps(-0.0f));
-        *bias = _mm512_mul_ps(minus, _mm512_cvtepi32_ps(_mm512_srli_epi32(packed, 4)));
+        const __m512 codes = _mm512_cvtepi32_ps(_mm512_and_si512(packed, _mm512_set1_epi32(15)));
+        const __m128 both = two_halves(read_as<uint32_t>(p + 80));
+        *scale = _mm512_mul_ps(_mm512_broadcastss_ps(both), codes);
+        *min = _mm512_mul_ps(_mm512_broadcastss_ps(_mm_movehdup_ps(both)),
+                             _mm512_cvtepi32_ps(_mm512_srli_epi32(packed, 4)));
     }
     static Span<4, 16> load(const uint8_t* p) {
         Span<4, 16> s;
         for (int u = 0; u < 4; u++) s.q[u] = two_bits(p + 16 + 32 * (u / 2), 2 * (u % 2));
         factors(p, &s.scale, &s.bias);
+        s.bias = _mm512_xor_ps(s.bias, _mm512_set1_ps(-0.0f));
         return s;
     }
     static LaneSpan lanes(const uint8_t* p) {
         LaneSpan s;
         const __m512i packed = _mm512_loadu_si512(p + 16);
         for (int u = 0; u < 4; u++) s.q[u] = lane_bits(kTwoBits, u, packed, 3);
-        factors(p, &s.scale, &s.bias);
+        factors(p, &s.scale, &s.min);
         return s;
     }
 #endif
@@ -159,7 +170,13 @@ struct Q3_K {
         LaneSpan s;
         const __m512i high = load_twice(p), packed = _mm512_loadu_si512(p + 32);
         for (int u = 0; u < 4; u++) s.q[u] = merge_lane_bits(lane_bits(kTwoBits, u, packed, 3), kBitTo2, u, high, 4);
-        s.scale = factors(p);
+        // 8 bytes of low nibbles, 4 of two more bits each, at 2 of the 16 loaded (nothing past the block).
+        alignas(64) static constexpr ScaleTable table =
+            scale_table([](int l) { return 2 + l % 8; }, [](int l) { return 4 * (l / 8); },
+                        [](int l) { return 10 + l % 4; }, [](int l) { return 2 * (l / 4); });
+        const __m512i codes = six_bits(table, sixteen_everywhere(p + 94));
+        s.scale =
+            _mm512_mul_ps(half_times_16(p + 108), _mm512_cvtepi32_ps(_mm512_sub_epi32(codes, _mm512_set1_epi32(32))));
         return s;
     }
 #endif

@@ -1,6 +1,7 @@
 // Spans of 256 weights in the order of the activations (ops/matmul.h): lane l of 16 holds group l of 16 values, and
 // register u its values 4 u .. 4 u + 3. So the integer products of all four registers add up in one, lane by lane, and
-// one conversion and one multiplication by scales serve all of them.
+// one conversion and one multiplication by scales serve all of them. Weights are unsigned here: signed formats add 128,
+// which kLaneOffset takes out again.
 //
 // A format may say static LaneSpan lanes(const uint8_t*), or, in blocks of 32, lane_codes(at, q) with at(i) the i-th
 // of 8 blocks; the others are loaded in natural order and transposed.
@@ -15,8 +16,11 @@ constexpr int kLaneSpan = 256;
 
 struct LaneSpan {
     __m512i q[4];
-    __m512 scale, bias;  // bias is set only with F::has_min
+    __m512 scale, min;  // value = scale * (q - kLaneOffset) - min; min is set only with F::has_min
 };
+
+template <class F>
+constexpr int kLaneOffset = F::is_signed ? 128 : F::offset;
 
 template <class F, class = void> struct HasLanes : std::false_type {};
 template <class F> struct HasLanes<F, std::void_t<decltype(&F::lanes)>> : std::true_type {};
@@ -65,17 +69,59 @@ alignas(64) inline constexpr LaneTable kBitTo2 =
 alignas(64) inline constexpr LaneTable kBitTo4 =
     lane_table([](int l) { return 4 * (l % 2); }, [](int l) { return l / 2 - 4; });
 
+// A constant that stays in a register over a loop: the compiler would rather make it anew each time.
+inline __attribute__((always_inline)) __m512i constant(__m512i c) {
+    asm("" : "+v"(c));
+    return c;
+}
+inline __m512i keep_constant(__m512i a, int mask) {
+    return _mm512_and_si512(a, constant(_mm512_set1_epi8(char(mask))));
+}
+
 // Bits at shift .. of the dwords that the table names, of 128 or of 64 bytes.
 inline __m512i lane_bits(const LaneTable& t, int u, __m512i first, __m512i second, int mask) {
     const __m512i own = _mm512_permutex2var_epi32(first, t.dwords(u), second);
-    return keep(_mm512_srlv_epi32(own, t.shifts()), mask);
+    return keep_constant(_mm512_srlv_epi32(own, t.shifts()), mask);
 }
 inline __m512i lane_bits(const LaneTable& t, int u, __m512i bytes, int mask) {
-    return keep(_mm512_srlv_epi32(_mm512_permutexvar_epi32(t.dwords(u), bytes), t.shifts()), mask);
+    return keep_constant(_mm512_srlv_epi32(_mm512_permutexvar_epi32(t.dwords(u), bytes), t.shifts()), mask);
 }
 // a | the bits of `mask` in the rotated dwords
 inline __m512i merge_lane_bits(__m512i a, const LaneTable& t, int u, __m512i bytes, int mask) {
-    return merge(a, _mm512_rorv_epi32(_mm512_permutexvar_epi32(t.dwords(u), bytes), t.shifts()), mask);
+    const __m512i own = _mm512_rorv_epi32(_mm512_permutexvar_epi32(t.dwords(u), bytes), t.shifts());
+    return _mm512_ternarylogic_epi32(a, own, constant(_mm512_set1_epi8(char(mask))), 0xf8);
+}
+
+// Small numbers packed in up to 16 bytes, one a lane: byte 0 of a lane is low_at(l) of them, byte 1 is high_at(l).
+// The number is the 4 bits at low_shift, with 2 more from bit high_bit of byte 1.
+struct ScaleTable {
+    uint8_t byte[64];
+    uint32_t low[16], high[16];
+};
+
+template <class LowAt, class LowShift, class HighAt, class HighBit>
+constexpr ScaleTable scale_table(LowAt low_at, LowShift low_shift, HighAt high_at, HighBit high_bit) {
+    ScaleTable t{};
+    for (int l = 0; l < 16; l++) {
+        t.byte[4 * l] = uint8_t(low_at(l));
+        t.byte[4 * l + 1] = uint8_t(high_at(l));
+        t.byte[4 * l + 2] = t.byte[4 * l + 3] = 0x80;  // zero
+        t.low[l] = uint32_t(low_shift(l));
+        t.high[l] = uint32_t(8 + high_bit(l) - 4);
+    }
+    return t;
+}
+
+inline __m512i six_bits(const ScaleTable& t, __m512i packed, bool low_is_shifted = true) {
+    const __m512i own = _mm512_shuffle_epi8(packed, _mm512_load_si512(t.byte));
+    const __m512i shifted = low_is_shifted ? _mm512_srlv_epi32(own, _mm512_load_si512(t.low)) : own;
+    const __m512i low = _mm512_and_si512(shifted, constant(_mm512_set1_epi32(15)));
+    const __m512i high = _mm512_rorv_epi32(own, _mm512_load_si512(t.high));
+    return _mm512_ternarylogic_epi32(low, high, constant(_mm512_set1_epi32(0x30)), 0xf8);
+}
+
+inline __m512i sixteen_everywhere(const uint8_t* p) {
+    return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p));
 }
 
 // Four units of 64 values in natural order -> lanes.
@@ -90,6 +136,10 @@ inline void to_lanes(__m512i* q) {
     q[3] = _mm512_shuffle_i64x2(c, d, 0xee);
 }
 
+inline void add_128(__m512i* q) {
+    for (int u = 0; u < 4; u++) q[u] = _mm512_xor_si512(q[u], _mm512_set1_epi8(-128));
+}
+
 // One factor a lane from one per group.
 inline __m512 lane_factors(__m256 per_32) {
     const __m512i twice = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
@@ -97,7 +147,7 @@ inline __m512 lane_factors(__m256 per_32) {
 }
 inline __m512 lane_factors(__m512 per_16) { return per_16; }
 
-// Values whose bit of `signs` is set (256 of them in natural order), negated.
+// Values whose bit of `signs` is set (256 of them in natural order), negated; of 128 + q, 128 - q is left.
 inline void negate_lanes(__m512i* q, __m256i signs) {
     alignas(64) static constexpr auto index = [] {
         struct { uint8_t at[2][64]; } made{};
@@ -139,7 +189,8 @@ inline void load_factors(At at, LaneSpan* s) {
     if constexpr (HasScales<F>::value) s->scale = lane_factors(F::scales(first));
     else s->scale = lane_factors(_mm256_cvtph_ps(_mm256_cvtepi32_epi16(both)));
     if constexpr (F::has_min)
-        s->bias = lane_factors(_mm256_cvtph_ps(_mm256_cvtepi32_epi16(_mm256_srli_epi32(both, 16))));
+        s->min = lane_factors(_mm256_xor_ps(_mm256_cvtph_ps(_mm256_cvtepi32_epi16(_mm256_srli_epi32(both, 16))),
+                                            _mm256_set1_ps(-0.0f)));
 }
 
 template <class F>
@@ -158,14 +209,16 @@ inline LaneSpan load_lanes(const uint8_t* p) {
         } else {
             for (int u = 0; u < 4; u++) s.q[u] = F::codes(at(2 * u));
             to_lanes(s.q);
+            if (F::is_signed) add_128(s.q);
         }
         load_factors<F>(at, &s);
     } else if constexpr (kSpan<F> == kLaneSpan) {
         const SpanOf<F> natural = load_span<F>(p);
         for (int u = 0; u < 4; u++) s.q[u] = natural.q[u];
         to_lanes(s.q);
+        if (F::is_signed) add_128(s.q);
         s.scale = lane_factors(natural.scale);
-        if constexpr (F::has_min) s.bias = lane_factors(natural.bias);
+        if constexpr (F::has_min) s.min = _mm512_xor_ps(lane_factors(natural.bias), _mm512_set1_ps(-0.0f));
     } else {
         return load_some_lanes<F>(p, kLaneSpan / F::block);
     }
@@ -192,6 +245,7 @@ inline LaneSpan load_some_lanes(const uint8_t* p, int n_blocks) {
                 }
             }
             to_lanes(s.q);
+            if (F::is_signed) add_128(s.q);
         }
         load_factors<F>(at, &s);
     } else if constexpr (F::block == 64) {
@@ -202,6 +256,7 @@ inline LaneSpan load_some_lanes(const uint8_t* p, int n_blocks) {
             scale[u] = part.scale;
         }
         to_lanes(s.q);
+        if (F::is_signed) add_128(s.q);
         const __m256 low = _mm256_set_m128(scale[1], scale[0]), high = _mm256_set_m128(scale[3], scale[2]);
         s.scale = _mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1);
     }
