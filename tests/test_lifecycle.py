@@ -133,6 +133,10 @@ def resources() -> tuple[int, int, int]:
     return process_bytes(), len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
+def small_batch() -> Batch:
+    return Batch(lambda: Engine.load(default_model(), ctx=512, threads=1), max_sequences=2, cache_bytes=64 << 20)
+
+
 async def ends(stream):
     async with stream:
         return [event async for event in stream][-1]
@@ -183,13 +187,10 @@ def test_a_thousand_cycles_leave_no_memory_no_handle_and_no_thread(level):
 
 @pytest.mark.parametrize("level,seconds", [(1, 6), (2, 10)])
 def test_cycles_of_a_real_model_leave_no_memory_no_handle_and_no_thread(level, seconds):
-    def make():
-        return Batch(lambda: Engine.load(default_model(), ctx=512, threads=1), max_sequences=2, cache_bytes=64 << 20)
-
     def make_request(i):
         return request_of(20 + 7 * i, max_tokens=4)
 
-    tenth, last, done = asyncio.run(cycles(make, make_request, level, 300, seconds))
+    tenth, last, done = asyncio.run(cycles(small_batch, make_request, level, 300, seconds))
     assert done >= 12
     assert last[1:] == tenth[1:]
     assert last[0] - tenth[0] < 16 << 20
@@ -197,10 +198,7 @@ def test_cycles_of_a_real_model_leave_no_memory_no_handle_and_no_thread(level, s
 
 def test_the_model_answers_the_same_after_each_level_of_sleep():
     async def main():
-        def make():
-            return Batch(lambda: Engine.load(default_model(), ctx=512, threads=1), max_sequences=2, cache_bytes=64 << 20)
-
-        worker = Worker(make, Limits(max_sequences=2, sleep=SleepPolicy(light_after_s=0.05, deep_after_s=0.6)))
+        worker = Worker(small_batch, Limits(max_sequences=2, sleep=SleepPolicy(light_after_s=0.05, deep_after_s=0.6)))
         await worker.start()
         await worker.wait_loaded()
         texts = []
