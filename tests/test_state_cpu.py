@@ -9,7 +9,7 @@ import pytest
 from recorded_ops import ISAS, MAX_ROWS, DeltaSpec, KvSpec, Recorded, rows_of, weight
 
 from tandem import native
-from tandem.errors import ShapeError
+from tandem.errors import PlanError, ShapeError
 from tandem.ops.base import Delta
 from tandem.ops.delta_cpu import record_delta_rule, record_short_conv
 from tandem.ops.state_cpu import MAX_TENTATIVE, CpuState, KvPrefix, size_bytes
@@ -302,3 +302,8 @@ def test_memory_is_resident_where_positions_are_and_given_back():
     state.release()
     assert state.held_bytes == 0 and resident(state) <= mmap.PAGESIZE
     assert not state.snapshot().any() and state.can_cut(0, 0)
+
+
+def test_a_context_beyond_the_address_space_is_an_error():
+    with pytest.raises(PlanError, match="smaller ctx"):
+        CpuState(MIXED, 1 << 42, "f16", 64)

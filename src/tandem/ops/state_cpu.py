@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tandem.errors import SettingError, ShapeError, nearest
+from tandem.errors import PlanError, SettingError, ShapeError, nearest
 from tandem.native import Native, native
 from tandem.ops.program import SegmentArgs
 
@@ -88,7 +88,7 @@ class CpuState:
     specs: KvState | DeltaState per layer; ctx: most positions; kv: "f16", "q8_0" or "f32"; max_rows: most rows a step;
     max_tentative: most rows of a tentative segment. library: the one whose ops advance the state, if not the best.
     `layer_state` is the address of the pointer table. Raises SettingError for a kv type that is unknown or does not fit
-    the head dimensions.
+    the head dimensions, PlanError if the system has not as much address space.
     """
 
     def __init__(
@@ -313,7 +313,12 @@ def _commit_entry(library: Native):
 def _lazy_memory(size: int) -> mmap.mmap:
     """Zero bytes that take RAM only where they are written, by small pages: huge ones would give every head of every
     layer two megabytes, and reading the caches is no faster with them."""
-    mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as refused:
+        raise PlanError(
+            f"the system refuses {size} bytes for a sequence's state ({refused.strerror}): choose a smaller ctx"
+        ) from None
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             mapping.madvise(mmap.MADV_NOHUGEPAGE)
