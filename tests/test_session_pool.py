@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import write_tiny
 
 import tandem
 from tandem.runtime.session_pool import KEEP_TAIL, Candidate, SessionPool, adopt_prefix, choose, is_new_version
+from tandem.runtime.session_store import SessionStore
 
 CANDIDATES = st.lists(
     st.builds(
@@ -108,6 +110,42 @@ def test_a_copied_prefix_goes_on_with_the_bits_of_the_original(engine, texts):
         wanted = [(session.mtp, 5, 3) for session in (first, second)]
         drafts = [engine.drafter.draft([one]) for one in wanted]
         assert drafts[0] == drafts[1]
+
+
+@pytest.fixture(scope="module", params=["gemma3", "qwen3"])
+def attention_engine(request, tmp_path_factory):
+    """Without recurrent layers; gemma3 keeps a window of positions in rings of 776."""
+    path = write_tiny(request.param, tmp_path_factory.mktemp("models") / "tiny.gguf", "Q8_0", seed=3)
+    with tandem.load(path, ctx=2000, threads=2) as engine:
+        yield engine
+
+
+def test_models_without_recurrent_layers_reuse_what_their_windows_hold(attention_engine, tmp_path):
+    engine, rng = attention_engine, np.random.default_rng(2)
+    windowed = engine.file.metadata["general.architecture"] == "gemma3"
+    pool = SessionPool(engine.new_session, 3)
+    text, other = (rng.integers(0, engine.vocab_size, 1800).tolist() for _ in range(2))
+    run(pool, text[:1400])
+    report, copied = run(pool, [*text[:1100], *other[:30]])
+    assert (report.origin, report.reused) == ("copied", 1100)
+    session = engine.new_session()
+    session.sync(text[:1400])
+    cut, reused = session.sync([*text[:1100], *other[:30]])
+    assert reused == 1100 and np.array_equal(cut, copied)
+    report, _ = run(pool, [*text[:500], *other[:30]])  # of 1400, a ring has lost the first 624
+    # else it takes the place of the copy, of which only 30 tokens are nowhere else
+    assert (report.origin, report.reused) == (("fresh", 0) if windowed else ("continued", 500))
+    report, _ = run(pool, [*text[:1300], *other[:30]])
+    assert (report.origin, report.reused) == ("continued", 1300)
+    store = SessionStore(tmp_path, bytes(32))
+    assert store.save_all(pool.idle_sessions) == len(pool.idle_sessions) >= 2
+    loaded = SessionStore(tmp_path, bytes(32)).load_all(engine.new_session, 9)
+    for ours, theirs in zip(pool.idle_sessions, loaded, strict=True):
+        assert ours.tokens == theirs.tokens
+        prompt = [*ours.tokens[:-9], *other[40:60]]
+        (expected, reused), (got, reused_too) = ours.sync(prompt), theirs.sync(prompt)
+        assert reused == reused_too == len(prompt) - 20
+        assert np.array_equal(expected, got)
 
 
 def test_interleaved_agents_reuse_their_whole_history(engine, texts):
