@@ -1,4 +1,4 @@
-"""Which cached conversation a prompt continues: the decision alone, then the pool over real sessions of the pocket model."""
+"""Which cached conversation a prompt continues: the decision alone, then the pool over sessions of real models."""
 
 import gc
 import weakref
@@ -40,7 +40,8 @@ def test_choice_keeps_its_promises(candidates, free_sessions, free_bytes, new_by
     assert not choice.in_place or candidates[choice.source].idle
 
     spared = choice.source if choice.in_place else None
-    by_age = sorted((i for i, c in enumerate(candidates) if c.idle and i != spared), key=lambda i: candidates[i].last_used)
+    by_age = [i for i, c in enumerate(candidates) if c.idle and i != spared]
+    by_age.sort(key=lambda i: candidates[i].last_used)
     assert list(choice.evict) == by_age[: len(choice.evict)]  # nothing that was used later than what stays
 
     source = None if choice.source is None else candidates[choice.source]
@@ -239,7 +240,7 @@ def test_a_cleared_pool_leaves_no_session_behind(engine, texts):
     pool = SessionPool(engine.new_session, 3)
     for text in texts[:2]:
         run(pool, text[:100])
-    alive = [weakref.ref(thing) for session in pool.idle_sessions for thing in (session, session.state, session.state.memory)]
+    alive = [weakref.ref(thing) for s in pool.idle_sessions for thing in (s, s.state, s.state.memory)]
     gc.disable()  # the memory must not wait for the collector
     try:
         pool.clear()
@@ -278,7 +279,8 @@ def test_any_mix_of_conversations_is_answered_as_by_a_fresh_session(engine, text
         text = texts[int(rng.integers(6))]
         cut, begin = int(rng.integers(20, len(base) + 1)), int(rng.integers(0, 1000))
         more = text[begin : begin + int(rng.integers(1, 320))]
-        prompt = {0: base + more, 1: base[:cut] + more, 2: [*base[:cut], 7, *base[cut + 1 :], *more[:9]]}[int(rng.integers(3))]
+        kinds = base + more, base[:cut] + more, [*base[:cut], 7, *base[cut + 1 :], *more[:9]]
+        prompt = kinds[int(rng.integers(3))]
         session, report = pool.acquire(prompt)
         assert session not in busy
         borders = sorted(rng.integers(1, len(prompt) + 1, 3).tolist())

@@ -175,7 +175,11 @@ def test_a_full_or_forbidden_disk_is_a_line_in_the_log(session, tmp_path, caplog
     assert SessionStore(blocked, MODEL).load_all(lambda: session, 5) == []
 
     store = SessionStore(tmp_path / "full", MODEL)
-    monkeypatch.setattr("tandem.runtime.session_store.os.replace", lambda *a: (_ for _ in ()).throw(OSError(28, "full")))
+
+    def full(*paths):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tandem.runtime.session_store.os.replace", full)
     assert store.save_all([session]) == 0
     assert files(tmp_path / "full") == []  # nothing half written stays
 

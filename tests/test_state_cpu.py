@@ -215,7 +215,7 @@ MIXED = [KvSpec(2, 64, 32), DeltaSpec(3, 16, 16, 100, 4), KvSpec(1, 32, 64, wind
 
 
 def write_positions(state: CpuState, begin: int, end: int, seed: int) -> None:
-    """Fills the caches of positions [begin, end) with bytes that tell layer, head and position apart, as a step would."""
+    """Fills the caches of positions [begin, end) with bytes that tell layer, head and position apart."""
     for at in range(begin, end):
         state.segment(0, 1, at)
         for spec, view in state._attention_layers():

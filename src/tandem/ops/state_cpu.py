@@ -231,7 +231,8 @@ class CpuState:
         """RAM that the state takes once the sequence has been `length` long, in whole pages; 0 for 0."""
         if not length:
             return 0
-        total = self.recurrent_memory.nbytes + sum(sum(_log_bytes(s, self.max_tentative)) for s, _ in self._delta_layers())
+        total = self.recurrent_memory.nbytes
+        total += sum(sum(_log_bytes(spec, self.max_tentative)) for spec, _ in self._delta_layers())
         for spec, view in self._attention_layers():
             rows = min(length, view.capacity)
             for part in _kv_bytes(spec, self.ctx, self.kv, self.max_rows):

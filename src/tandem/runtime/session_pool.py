@@ -1,5 +1,5 @@
-"""Conversations kept for reuse: in comes a prompt, out goes the session that continues it with the least to compute, and
-a report of what was reused and where the prompt parts from what is cached.
+"""Conversations kept for reuse: in comes a prompt, out goes the session that continues it with the least to compute,
+and a report of what was reused and where the prompt parts from what is cached.
 
 `choose` decides, from numbers alone; `SessionPool` carries it out. What is lost is always what was used longest ago.
 """
@@ -25,7 +25,7 @@ WINDOW = 12  # tokens shown on each side of a divergence
 @dataclass(frozen=True)
 class Candidate:
     """A cached conversation as `choose` sees it. reusable: tokens of the prompt whose states it has; lost: tokens that
-    only it has and that continuing it with the prompt would overwrite; replaced: the prompt is a new version of them."""
+    only it has and that continuing it with the prompt overwrites; replaced: the prompt is a new version of them."""
 
     idle: bool
     last_used: int
@@ -74,7 +74,8 @@ def _evictions(
     candidates: Sequence[Candidate], free_sessions: int, free_bytes: int, needed_bytes: int, spared: int | None = None
 ) -> tuple[int, ...]:
     """The least recently used idle ones, as many as make room for one session and its bytes, or all there are."""
-    idle = sorted((i for i, c in enumerate(candidates) if c.idle and i != spared), key=lambda i: candidates[i].last_used)
+    idle = [i for i, c in enumerate(candidates) if c.idle and i != spared]
+    idle.sort(key=lambda i: candidates[i].last_used)
     evict = []
     for i in idle:
         if free_sessions >= 1 and free_bytes >= needed_bytes:
@@ -167,7 +168,7 @@ class _Entry:
 class SessionPool:
     """At most max_sessions sessions, and cap_bytes (None: no cap) of RAM for those that are idle and busy together.
 
-    Busy ones are never touched, so the cap may be passed while there is nothing idle to forget. All calls on one thread.
+    Busy ones are never touched, so the cap may be passed while nothing idle is left to forget. All calls on one thread.
     """
 
     def __init__(self, make_session: Callable[[], Session], max_sessions: int, cap_bytes: int | None = None):

@@ -28,7 +28,7 @@ SUFFIX = ".conversation"
 STALE_S = 3600  # an unfinished file this old belongs to no process that still writes it
 KEPT_CHECKPOINTS = 3  # the first, which others may share, and the last ones
 MAX_ARRAYS = 1 << 16
-_HEADER = struct.Struct("<8sI32s32sIIIqQ")  # magic, version, model, layout, arrays of: trunk, drafts; checkpoints; pairs, bytes
+_HEADER = struct.Struct("<8sI32s32sIIIqQ")  # magic, version, then the fields of _Contents and the file's bytes
 _ENTRY = struct.Struct("<BBHI3Q")  # dtype, dimensions, 0, CRC-32, shape
 _DTYPES = (np.dtype(np.uint8), np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32))
 _log = logging.getLogger("tandem")
@@ -215,8 +215,9 @@ def _saved_bytes(session: Session) -> int:
 
 @dataclass(frozen=True)
 class _Contents:
-    """What goes into a file: tokens; first positions of the trunk's layers, its keys and values; the same of the drafts;
-    lengths of the checkpoints, for each its recurrent and its hidden state (empty: none). The last is the end."""
+    """What goes into a file. arrays: tokens; first positions of the trunk's layers, its keys and values; the same of the
+    drafts; lengths of the checkpoints, for each its recurrent and hidden state (empty: none), the last is the end.
+    trunk, drafts: numbers of arrays of keys and values."""
 
     model: bytes
     layout: bytes
@@ -251,9 +252,8 @@ class _Contents:
         return table + sum(array.nbytes for array in self.arrays)
 
     def write(self, file: BinaryIO) -> None:
-        header = _HEADER.pack(
-            MAGIC, VERSION, self.model, self.layout, self.trunk, self.drafts, self.checkpoints, self.pairs, self.size_bytes
-        )
+        counts = self.trunk, self.drafts, self.checkpoints, self.pairs
+        header = _HEADER.pack(MAGIC, VERSION, self.model, self.layout, *counts, self.size_bytes)
         table = header + b"".join(map(_entry, self.arrays))
         file.write(table + struct.pack("<I", zlib.crc32(table)))
         for array in self.arrays:
