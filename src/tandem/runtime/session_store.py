@@ -215,8 +215,8 @@ def _saved_bytes(session: Session) -> int:
 
 @dataclass(frozen=True)
 class _Contents:
-    """What goes into a file. arrays: tokens; first positions of the trunk's layers, its keys and values; the same of the
-    drafts; lengths of the checkpoints, for each its recurrent and hidden state (empty: none), the last is the end.
+    """What goes into a file. arrays: tokens; first positions of the trunk's layers, its keys and values; the same of
+    the drafts; lengths of the checkpoints, for each its recurrent and hidden state (empty: none), the last is the end.
     trunk, drafts: numbers of arrays of keys and values."""
 
     model: bytes
