@@ -46,7 +46,9 @@ class HubServer:
         if path.startswith("/api/models/"):
             self._describe(http, path.removeprefix("/api/models/"))
         elif path.startswith(f"/{self.repo}/resolve/{COMMIT}/"):
-            self._send(http, 302, b"", {"Location": f"{self.url}/storage/{path.split('/resolve/')[1].split('/', 1)[1]}"})
+            self._send(
+                http, 302, b"", {"Location": f"{self.url}/storage/{path.split('/resolve/')[1].split('/', 1)[1]}"}
+            )
         elif path.startswith("/storage/"):
             self._storage(http, path.removeprefix("/storage/"))
         else:
@@ -65,7 +67,9 @@ class HubServer:
         for path, content in self.files.items():
             digest = hashlib.sha256(content).hexdigest()
             lfs = {"sha256": digest, "size": len(content), "pointerSize": 134}
-            siblings.append({"rfilename": path, "size": len(content), "blobId": "0" * 40, "lfs": lfs} | self.states.get(path, {}))
+            siblings.append(
+                {"rfilename": path, "size": len(content), "blobId": "0" * 40, "lfs": lfs} | self.states.get(path, {})
+            )
         self._send(http, 200, json.dumps({"id": name, "sha": COMMIT, "siblings": siblings}).encode())
 
     def _storage(self, http, path: str) -> None:

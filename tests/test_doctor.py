@@ -1,4 +1,4 @@
-"""`tandem doctor`: every check gives a finding, problems are told with what to do, and the exit code says if one is bad."""
+"""`tandem doctor`: every check gives a finding, problems are told with what to do, the exit code says if one is bad."""
 
 import json
 import socket
@@ -34,7 +34,19 @@ def test_a_machine_on_which_the_suite_runs_is_healthy():
     report = examine()
     assert report.healthy, report.lines()
     topics = [finding.topic for finding in report.findings]
-    for topic in ("library", "cores", "memory", "memory speed", "huge pages", "gpu", "configuration", "port", "models", "model", "disk"):
+    for topic in (
+        "library",
+        "cores",
+        "memory",
+        "memory speed",
+        "huge pages",
+        "gpu",
+        "configuration",
+        "port",
+        "models",
+        "model",
+        "disk",
+    ):
         assert topic in topics
     assert found(report, "model").text.startswith("Tandem Pocket with 4096 tokens")
     assert float(found(report, "memory speed").text.split()[0]) > 1.0
@@ -50,7 +62,10 @@ def test_the_command_prints_lines_or_json_and_its_exit_code_tells(monkeypatch, t
     report = json.loads(result.output)
     assert result.exit_code == 1 and report["healthy"] is False
     wrong = [one for one in report["findings"] if one["level"] == "fail"]
-    assert wrong[0]["topic"] == "configuration" and "bad.toml line 2: unknown setting 'prot'; did you mean 'port'" in wrong[0]["text"]
+    assert (
+        wrong[0]["topic"] == "configuration"
+        and "bad.toml line 2: unknown setting 'prot'; did you mean 'port'" in wrong[0]["text"]
+    )
 
 
 def test_a_port_in_use_fails_with_advice(monkeypatch):

@@ -1,4 +1,4 @@
-"""The HTTP server itself: slow, large, broken and too many requests are refused in JSON, and its end lets answers finish."""
+"""The HTTP server: slow, large, broken and too many requests are refused in JSON, and its end lets answers finish."""
 
 import asyncio
 import json
@@ -24,7 +24,9 @@ class Http:
         self.port = self.socket.getsockname()[1]
         ready = threading.Event()
         self.server = Server(self.app, limits, ready.set)
-        self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve(sockets=[self.socket])), daemon=True)
+        self.thread = threading.Thread(
+            target=lambda: asyncio.run(self.server.serve(sockets=[self.socket])), daemon=True
+        )
         self.thread.start()
         assert ready.wait(5)
 
@@ -155,8 +157,13 @@ def test_a_flood_of_headers_is_431(http, head):
 
 @pytest.mark.parametrize(
     "junk",
-    [b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", b"GET / HTTQ/1.1\r\n\r\n", b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
-     b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", b"GET / HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n"],
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n",
+        b"GET / HTTQ/1.1\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n",
+    ],
 )
 def test_what_is_no_http_is_400_in_json(http, junk):
     with http.open() as one:

@@ -41,7 +41,12 @@ def test_one_json_object_for_each_event_with_time_and_level():
     structlog.get_logger("tandem.requests").info("answer", id="req_1", tokens=12, tok_s=3.5)
     logging.getLogger("tandem").warning("asleep at level %d", 2)
     first, second = lines(out)
-    assert first["event"] == "answer" and first["tokens"] == 12 and first["level"] == "info" and first["time"].endswith("Z")
+    assert (
+        first["event"] == "answer"
+        and first["tokens"] == 12
+        and first["level"] == "info"
+        and first["time"].endswith("Z")
+    )
     assert second["event"] == "asleep at level 2" and second["level"] == "warning"
 
 
@@ -94,7 +99,14 @@ def test_secrets_and_images_within_texts_are_cut_out(text, leak):
 
 
 def test_plain_numbers_and_words_stay():
-    event = {"event": "answer", "tokens": 5, "reused": 0, "tok_s": 1.5, "finish": "stop", "diverged": "token 4,117: date changed"}
+    event = {
+        "event": "answer",
+        "tokens": 5,
+        "reused": 0,
+        "tok_s": 1.5,
+        "finish": "stop",
+        "diverged": "token 4,117: date changed",
+    }
     assert redact(event) == event
 
 
@@ -102,7 +114,10 @@ def test_plain_numbers_and_words_stay():
 @given(
     st.recursive(
         st.just(PROMPT) | st.just(f"x {KEY} y") | st.integers() | st.none(),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["content", "tools", "n", "key"]), inner, max_size=3),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(st.sampled_from(["content", "tools", "n", "key"]), inner, max_size=3)
+        ),
         max_leaves=12,
     )
 )
@@ -151,7 +166,9 @@ def test_no_way_of_logging_an_exception_shows_its_text(layout):
 
 def test_texts_are_logged_on_request_but_keys_still_not():
     out = configured(texts=True)
-    structlog.get_logger("tandem.x").info("answer", prompt=PROMPT, answer=f"the key is {KEY}", error=RequestError("long prompt"))
+    structlog.get_logger("tandem.x").info(
+        "answer", prompt=PROMPT, answer=f"the key is {KEY}", error=RequestError("long prompt")
+    )
     [line] = lines(out)
     assert line["prompt"] == PROMPT and KEY not in out.getvalue() and line["error"] == "RequestError: long prompt"
 

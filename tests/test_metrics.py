@@ -63,7 +63,11 @@ def test_counters_and_times_are_those_of_what_happened():
     answers = [line for line in logged if line["event"] == "answer"]
     assert len(answers) == 2
     assert {key: answers[0][key] for key in ("model", "prompt_tokens", "reused", "tokens", "finish")} == {
-        "model": "tiny", "prompt_tokens": 8, "reused": 3, "tokens": 10, "finish": "eos"
+        "model": "tiny",
+        "prompt_tokens": 8,
+        "reused": 3,
+        "tokens": 10,
+        "finish": "eos",
     }
     assert answers[0]["first_token_s"] > 0.009 and 0 < answers[0]["tok_s"] < 110
 
@@ -72,7 +76,7 @@ def test_a_reader_who_leaves_is_counted_and_logged_once():
     async def scenario():
         worker, metrics, seen = await observed(TEXT * 100, decode_s=0.005)
         async with seen.generate(request_of()) as stream:
-            async for event in stream:
+            async for _ in stream:
                 if stream._watch.tokens >= 3:
                     break
         while worker.snapshot().running:
@@ -203,7 +207,10 @@ def test_requests_are_counted_by_known_endpoints_and_named():
     assert found["tandem_requests_open",] == 0
     [answer] = [line for line in logged if line["event"] == "answer"]
     assert answer["id"] == name and answer["endpoint"] == "/v1/chat/completions"
-    assert [line["status"] for line in logged if line["event"] == "request" and line["log_level"] == "info"] == [500, 500]
+    assert [line["status"] for line in logged if line["event"] == "request" and line["log_level"] == "info"] == [
+        500,
+        500,
+    ]
 
 
 def test_watching_costs_microseconds_a_token():

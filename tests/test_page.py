@@ -1,4 +1,4 @@
-"""The web page in headless Chromium, over a scripted API: streaming, stop, reasoning, hostile texts, keys, live state."""
+"""The web page in headless Chromium, over a scripted API: streaming, stop, reasoning, hostile texts, keys, state."""
 
 import asyncio
 import json
@@ -16,13 +16,35 @@ from starlette.routing import Route
 from tandem.serve.page import FILES, FOLDER, page_routes
 
 STATUS = {
-    "model": "tiny", "state": "loaded", "reason": "", "sleep_level": 0, "queued": 2, "running": 1, "tokens_per_s": 12.34,
-    "acceptance": 0.625, "drafted": 8, "draft_accepted": 5, "prompt_tokens": 100, "reused_tokens": 75,
-    "completion_tokens": 1234, "cancelled": 0, "failed": 0, "memory": {"weights": 3 << 20, "kv": 1 << 20, "scratch": 0},
-    "slots": [{"phase": "prefill", "priority": "interactive", "prompt_done": 64, "prompt_tokens": 100, "tokens": 0, "age_s": 1.0}],
+    "model": "tiny",
+    "state": "loaded",
+    "reason": "",
+    "sleep_level": 0,
+    "queued": 2,
+    "running": 1,
+    "tokens_per_s": 12.34,
+    "acceptance": 0.625,
+    "drafted": 8,
+    "draft_accepted": 5,
+    "prompt_tokens": 100,
+    "reused_tokens": 75,
+    "completion_tokens": 1234,
+    "cancelled": 0,
+    "failed": 0,
+    "memory": {"weights": 3 << 20, "kv": 1 << 20, "scratch": 0},
+    "slots": [
+        {
+            "phase": "prefill",
+            "priority": "interactive",
+            "prompt_done": 64,
+            "prompt_tokens": 100,
+            "tokens": 0,
+            "age_s": 1.0,
+        }
+    ],
 }
 HOSTILE = (
-    "<img src=x onerror=\"window.broken=1\"><script>window.broken=2</script>\n\n"
+    '<img src=x onerror="window.broken=1"><script>window.broken=2</script>\n\n'
     "```html\n<script>window.broken=3</script>\n```\n[x](javascript:window.broken=4) <b>bold</b> **real**"
 )
 
@@ -60,7 +82,11 @@ class Script:
                 return JSONResponse({"error": {"message": self.error}}, 400)
             return StreamingResponse(self._events(), media_type="text/event-stream")
 
-        routes = [Route("/v1/models", models), Route("/status", status), Route("/v1/chat/completions", chat, methods=["POST"])]
+        routes = [
+            Route("/v1/models", models),
+            Route("/status", status),
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+        ]
         return Starlette(routes=page_routes() + routes)
 
     async def _events(self):
@@ -126,7 +152,9 @@ def page(browser, server, script):
     page.on("pageerror", lambda error: page.problems.append(str(error)))
     page.on("console", lambda message: page.problems.append(message.text) if message.type == "error" else None)
     page.outside = []
-    page.on("request", lambda request: None if request.url.startswith(server["url"]) else page.outside.append(request.url))
+    page.on(
+        "request", lambda request: None if request.url.startswith(server["url"]) else page.outside.append(request.url)
+    )
     page.goto(server["url"])
     yield page
     assert page.outside == [], "the page asks nobody but its own server"
@@ -218,7 +246,12 @@ def test_code_blocks_are_the_same_however_the_text_is_split(page, script, size):
 
 
 def test_reasoning_is_folded_and_comes_back_in_the_next_turn(page, script):
-    script.deltas = [{"role": "assistant"}, {"reasoning_content": "Let me "}, {"reasoning_content": "think."}, {"content": "42"}]
+    script.deltas = [
+        {"role": "assistant"},
+        {"reasoning_content": "Let me "},
+        {"reasoning_content": "think."},
+        {"content": "42"},
+    ]
     ask(page)
     answer = finished(page)
     details = answer.locator("details.reasoning")
@@ -230,7 +263,11 @@ def test_reasoning_is_folded_and_comes_back_in_the_next_turn(page, script):
     assert answer.locator(".content").inner_text().strip() == "42"
     ask(page, "Why?")
     finished(page, 2)
-    assert script.bodies[1]["messages"][1] == {"role": "assistant", "content": "42", "reasoning_content": "Let me think."}
+    assert script.bodies[1]["messages"][1] == {
+        "role": "assistant",
+        "content": "42",
+        "reasoning_content": "Let me think.",
+    }
 
 
 def test_errors_before_and_within_a_stream_are_shown(page, script):
@@ -280,8 +317,18 @@ def test_a_key_is_asked_for_sent_and_kept_for_the_tab_only(page, script, server,
 
 def test_the_state_is_live(page, script):
     wait(page, "document.getElementById('speed').textContent == '12.3'")
-    texts = {name: page.inner_text(f"#{name}") for name in ("state", "model-name", "acceptance", "running", "queued", "reused")}
-    assert texts == {"state": "loaded", "model-name": "tiny", "acceptance": "63 %", "running": "1", "queued": "2", "reused": "75 %"}
+    texts = {
+        name: page.inner_text(f"#{name}")
+        for name in ("state", "model-name", "acceptance", "running", "queued", "reused")
+    }
+    assert texts == {
+        "state": "loaded",
+        "model-name": "tiny",
+        "acceptance": "63 %",
+        "running": "1",
+        "queued": "2",
+        "reused": "75 %",
+    }
     assert page.locator("#memory li").all_inner_texts() == ["weights\n3.0 MiB", "kv\n1.0 MiB"]
     assert "prefill: prompt 64 of 100" in page.inner_text("#slots")
     script.status |= {"state": "sleeping", "tokens_per_s": 0.0, "slots": []}
@@ -360,7 +407,9 @@ def test_the_policy_lets_in_no_script_but_the_pages_own(page, server):
     policy = response.headers["content-security-policy"]
     assert "unsafe" not in policy and "default-src 'none'" in policy and "frame-ancestors 'none'" in policy
     assert response.headers["x-content-type-options"] == "nosniff"
-    page.evaluate("() => { const s = document.createElement('script'); s.textContent = 'window.broken = 5'; document.body.append(s); }")
+    page.evaluate(
+        "() => { const s = document.createElement('script'); s.append('window.broken = 5'); document.body.append(s); }"
+    )
     assert page.evaluate("window.broken") is None
     assert any("Content Security Policy" in problem for problem in page.problems)
 
@@ -371,7 +420,9 @@ def test_the_files_hold_no_outside_address_and_no_way_to_write_markup():
     for path in FOLDER.iterdir():
         text = path.read_text()
         assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text), path.name
-        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function|localStorage", text)
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function|localStorage", text
+        )
 
 
 CONTRAST = """() => {

@@ -1,4 +1,4 @@
-"""Downloads from a stand-in hub: what is chosen, resumed, checked, refused; and the catalogue that finds models by name."""
+"""Downloads from a stand-in hub: what is chosen, resumed, checked, refused; the catalogue that finds models by name."""
 
 import hashlib
 import json
@@ -163,7 +163,9 @@ def test_what_cannot_be_meant_is_refused_with_what_could(hub, source, words):
     assert re.search(words, str(refused.value), re.S)
 
 
-@pytest.mark.parametrize("status, gated, words", [(401, True, "set HF_TOKEN"), (500, False, "status 500"), (429, False, "status 429")])
+@pytest.mark.parametrize(
+    "status, gated, words", [(401, True, "set HF_TOKEN"), (500, False, "status 500"), (429, False, "status 429")]
+)
 def test_errors_of_the_hub_are_told_in_plain_words(hub, status, gated, words):
     hub.status, hub.gated = status, gated
     with pytest.raises(RequestError, match=words):
@@ -176,7 +178,9 @@ def test_a_hub_that_is_not_there_is_named(monkeypatch, hub):
         pull(SOURCE, quiet=True)
 
 
-@pytest.mark.parametrize("path", ["../../evil.gguf", "/etc/evil.gguf", "a/../evil.gguf", "-x/y.gguf", ".hidden/y.gguf", "a\nb.gguf"])
+@pytest.mark.parametrize(
+    "path", ["../../evil.gguf", "/etc/evil.gguf", "a/../evil.gguf", "-x/y.gguf", ".hidden/y.gguf", "a\nb.gguf"]
+)
 def test_a_repository_cannot_choose_where_its_files_go(hub, tmp_path, path):
     hub.files = {path: b"x" * 10}
     with pytest.raises(RequestError, match="not downloaded under such a name"):
@@ -199,7 +203,9 @@ def test_a_name_that_another_repository_has_is_not_taken_over(hub):
         pull("other/tiny-GGUF:Q4_K_M", name="../mine", quiet=True)
 
 
-@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b", "a\\b", "a\0b", "..", "%2e%2e", ".x", "", "a..b", "x" * 200, "a\n"])
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/passwd", "a/b", "a\\b", "a\0b", "..", "%2e%2e", ".x", "", "a..b", "x" * 200, "a\n"]
+)
 def test_texts_that_are_no_names_are_never_looked_up(name, tmp_path, monkeypatch):
     monkeypatch.setenv("TANDEM_MODELS_DIR", str(tmp_path))
     monkeypatch.setattr(catalog, "_read", lambda path: pytest.fail(f"looked for {path}"))

@@ -57,7 +57,7 @@ def find(name: str) -> CatalogEntry | None:
 
 
 def model_path(model: str | None) -> Path:
-    """The file that a user means: a path, the name of a pulled model, or None for the packaged one. Raises RequestError."""
+    """The file that is meant: a path, the name of a pulled model, None for the packaged one. Raises RequestError."""
     if not model:
         return default_model()
     path = Path(model)

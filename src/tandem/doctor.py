@@ -108,7 +108,12 @@ def _cores() -> Iterator[Finding]:
         yield Finding("cores", "ok", text)
     load = os.getloadavg()[0]
     if load > 0.5 * logical:
-        yield Finding("load", "warn", f"{load:.1f} threads of other programs ran in the last minute", "end them: they halve the speed")
+        yield Finding(
+            "load",
+            "warn",
+            f"{load:.1f} threads of other programs ran in the last minute",
+            "end them: they halve the speed",
+        )
 
 
 def _memory() -> Iterator[Finding]:
@@ -119,7 +124,9 @@ def _memory() -> Iterator[Finding]:
     swap = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     used = (int(swap["SwapTotal"].split()[0]) - int(swap["SwapFree"].split()[0])) * 1024
     if used > 1 << 30:
-        yield Finding("swap", "warn", f"{size(used)} in use", "memory was short: weights that are swapped out are read from disk")
+        yield Finding(
+            "swap", "warn", f"{size(used)} in use", "memory was short: weights that are swapped out are read from disk"
+        )
 
 
 def _memory_speed() -> Iterator[Finding]:
@@ -133,15 +140,22 @@ def _memory_speed() -> Iterator[Finding]:
         yield Finding("memory speed", "warn", "too little memory is free to measure it")
         return
     speed = read_bandwidth_gb_s(native(), threads, size_bytes=block, repeats=5)
-    text = f"{speed:.1f} GB/s read with {threads} threads: the most decode tokens a second are this over the bytes of a token"
+    text = f"{speed:.1f} GB/s read with {threads} threads: decode gives at most this over the bytes of a token"
     slow = speed < _SLOW_RAM_GB_S
-    yield Finding("memory speed", "warn" if slow else "ok", text, "is the memory in one channel, or the machine busy?" if slow else "")
+    yield Finding(
+        "memory speed",
+        "warn" if slow else "ok",
+        text,
+        "is the memory in one channel, or the machine busy?" if slow else "",
+    )
 
 
 def _huge_pages() -> Iterator[Finding]:
     path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not path.exists():
-        yield Finding("huge pages", "warn", "this kernel has none", "a kernel with transparent huge pages reads weights faster")
+        yield Finding(
+            "huge pages", "warn", "this kernel has none", "a kernel with transparent huge pages reads weights faster"
+        )
         return
     text = path.read_text()
     mode = text[text.find("[") + 1 : text.find("]")]
@@ -165,7 +179,9 @@ def _gpu() -> Iterator[Finding]:
     else:
         for line in answer.splitlines():
             name, total, free, driver = (part.strip() for part in line.split(","))
-            yield Finding("gpu", "ok", f"{name}, {free} of {total} MiB free, driver {driver}; this version computes on the CPU")
+            yield Finding(
+                "gpu", "ok", f"{name}, {free} of {total} MiB free, driver {driver}; this version computes on the CPU"
+            )
 
 
 def _configuration(path: str | None) -> Iterator[Finding]:
@@ -177,7 +193,9 @@ def _configuration(path: str | None) -> Iterator[Finding]:
     yield Finding("configuration", "ok", f"{file or 'no file'}: {told}")
     yield _port(config.host, config.port)
     if config.cache_dir and not os.access(_existing_parent(Path(config.cache_dir)), os.W_OK):
-        yield Finding("cache_dir", "fail", f"{config.cache_dir} cannot be written", "choose another folder or its owner")
+        yield Finding(
+            "cache_dir", "fail", f"{config.cache_dir} cannot be written", "choose another folder or its owner"
+        )
 
 
 def _port(host: str, port: int) -> Finding:
@@ -189,7 +207,9 @@ def _port(host: str, port: int) -> Finding:
         except socket.gaierror:
             return Finding("port", "fail", f"{host} is no address of this machine", "set host to 127.0.0.1")
         except OSError as error:
-            return Finding("port", "fail", f"{host}:{port}: {error.strerror}", "stop what listens there, or set another port")
+            return Finding(
+                "port", "fail", f"{host}:{port}: {error.strerror}", "stop what listens there, or set another port"
+            )
     return Finding("port", "ok", f"{host}:{port} is free")
 
 
@@ -197,7 +217,8 @@ def _models() -> Iterator[Finding]:
     folder = models_dir()
     found = entries()
     free = shutil.disk_usage(_existing_parent(folder)).free
-    text = f"{len(found)} pulled, {size(sum(entry.size_bytes for entry in found))}, in {folder}; {size(free)} of disk are free"
+    taken = sum(entry.size_bytes for entry in found)
+    text = f"{len(found)} pulled, {size(taken)}, in {folder}; {size(free)} of disk are free"
     low = free < 10 << 30
     yield Finding("models", "warn" if low else "ok", text, "TANDEM_MODELS_DIR can name a larger disk" if low else "")
 
@@ -233,7 +254,9 @@ def _disk(path: Path) -> Finding:
     speed = (length - left) / max(took_s, 1e-9) / 1e6
     text = f"{path.parent} reads {speed:,.0f} MB/s (a part of it may come from memory)"
     slow = speed < _SLOW_DISK_MB_S
-    return Finding("disk", "warn" if slow else "ok", text, "loading will be slow: keep models on an SSD" if slow else "")
+    return Finding(
+        "disk", "warn" if slow else "ok", text, "loading will be slow: keep models on an SSD" if slow else ""
+    )
 
 
 def _existing_parent(path: Path) -> Path:

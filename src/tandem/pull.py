@@ -1,7 +1,7 @@
-"""Downloads a model from the Hugging Face hub: which files, room for them, resumable transfer, checksum, catalogue entry.
+"""Downloads a model from the Hugging Face hub: which files, room for them, transfer, checksum, catalogue entry.
 
 In: `ORG/REPO[:QUANT or file]`. Out: a CatalogEntry; RequestError in plain words for everything that can go wrong.
-The hub's library lists, names and authorises; the transfer is our own, since the library's starts over when interrupted.
+The hub's library lists, names and authorises; the transfer is our own, since the library's starts anew after a break.
 """
 
 import fcntl
@@ -54,7 +54,9 @@ def pull(source: str, *, name: str | None = None, revision: str | None = None, q
     """Downloads what is not there yet, checks it, and enters it into the catalogue. Raises RequestError."""
     found = _SOURCE.fullmatch(source)
     if not found or ".." in found[1]:
-        raise RequestError(f"{source!r} is not of the form ORG/REPO[:QUANT], such as unsloth/Qwen3.5-35B-A3B-GGUF:Q4_K_M")
+        raise RequestError(
+            f"{source!r} is not of the form ORG/REPO[:QUANT], such as unsloth/Qwen3.5-35B-A3B-GGUF:Q4_K_M"
+        )
     repo, wanted = found[1], found[2]
     hub = _Hub(repo, revision)
     choice = choose(choices(hub.files), wanted, repo)
@@ -125,11 +127,15 @@ class _Hub:
 
         self.endpoint, self.repo = hub_endpoint(), repo
         with _hub_errors(repo, revision, self.endpoint):
-            about = HfApi(endpoint=self.endpoint).model_info(repo, revision=revision, files_metadata=True, timeout=_TIMEOUT_S)
+            about = HfApi(endpoint=self.endpoint).model_info(
+                repo, revision=revision, files_metadata=True, timeout=_TIMEOUT_S
+            )
         if not re.fullmatch(r"[0-9a-f]{40}", about.sha or ""):
             raise RequestError(f"{self.endpoint} gave {about.sha!r} as the commit of {repo}: is it a model hub?")
         self.commit = about.sha
-        self.files = [_described(sibling) for sibling in about.siblings or () if sibling.rfilename.endswith((".gguf", ".GGUF"))]
+        self.files = [
+            _described(sibling) for sibling in about.siblings or () if sibling.rfilename.endswith((".gguf", ".GGUF"))
+        ]
 
     @contextmanager
     def open(self, file: HubFile, start: int) -> Iterator[Any]:
@@ -150,7 +156,9 @@ class _Hub:
 def _described(sibling: Any) -> HubFile:
     digest = sibling.lfs.sha256 if sibling.lfs else ""
     if not re.fullmatch(r"[0-9a-f]{64}", digest or "") or not sibling.size:
-        raise RequestError(f"{sibling.rfilename}: the hub states no size and SHA-256 for it, so it could not be checked")
+        raise RequestError(
+            f"{sibling.rfilename}: the hub states no size and SHA-256 for it, so it could not be checked"
+        )
     return HubFile(sibling.rfilename, sibling.size, digest)
 
 
@@ -176,7 +184,9 @@ def _hub_errors(repo: str, revision: str | None, endpoint: str) -> Iterator[None
         code = getattr(error.response, "status_code", "no")
         raise RequestError(f"{endpoint} answered status {code} for {repo}: try again later") from None
     except httpx2.HTTPError as error:
-        raise RequestError(f"{endpoint} cannot be reached ({type(error).__name__}): check the network or HF_ENDPOINT") from None
+        raise RequestError(
+            f"{endpoint} cannot be reached ({type(error).__name__}): check the network or HF_ENDPOINT"
+        ) from None
 
 
 def _fetch(hub: _Hub, file: HubFile, place: Path, quiet: bool) -> None:
@@ -280,7 +290,7 @@ def _check_room(folder: Path, missing: list[tuple[HubFile, Path]]) -> None:
     free = shutil.disk_usage(existing).free
     if needed and needed + _KEPT_FREE_BYTES > free:
         raise RequestError(
-            f"{size(needed)} are to be downloaded and {size(_KEPT_FREE_BYTES)} kept free, {folder} has room for {size(free)}: "
+            f"{size(needed)} to come and {size(_KEPT_FREE_BYTES)} to stay free, {folder} has room for {size(free)}: "
             "make room, or name another folder in TANDEM_MODELS_DIR"
         )
 

@@ -1,5 +1,5 @@
-"""The HTTP server around the app: uvicorn with bounds on connections and heads, time limits on arriving requests, JSON in
-every error, and an end that lets running answers finish.
+"""The HTTP server around the app: uvicorn with bounds on connections and heads, time limits on arriving requests, JSON
+in every error, and an end that lets running answers finish.
 """
 
 import asyncio
@@ -98,7 +98,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM begin the end; SIGHUP, as when a terminal closes, means nothing. Only in the main thread."""
+        """SIGINT and SIGTERM begin the end; SIGHUP (a terminal closed) means nothing. Only in the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -29,7 +29,9 @@ SHOWN_ERRORS = (FormatError, NativeError, PlanError, SettingError, OSError, Memo
 _SECRETS = (
     (re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{6,}"), r"\1 [secret]"),
     (
-        re.compile(r"(?i)\b(x-api-key|api[-_]?key|authorization|password)(['\"]?\s*[:=]\s*['\"]?)(?!bearer|basic)[^\s'\",}]{4,}"),
+        re.compile(
+            r"(?i)\b(x-api-key|api[-_]?key|authorization|password)(['\"]?\s*[:=]\s*['\"]?)(?!bearer|basic)[^\s'\",}]{4,}"
+        ),
         r"\1\2[secret]",
     ),
     (re.compile(r"\b(sk|pk|hf|ghp|gho|xox[bap])[-_][\w-]{12,}"), "[secret]"),
@@ -102,7 +104,10 @@ def configure_logs(
     stamps = [structlog.stdlib.add_log_level, structlog.processors.TimeStamper(fmt="iso", utc=True, key="time")]
     if console:
         renderer: Any = structlog.dev.ConsoleRenderer(
-            colors=stream.isatty(), timestamp_key="time", pad_event_to=0, exception_formatter=structlog.dev.plain_traceback
+            colors=stream.isatty(),
+            timestamp_key="time",
+            pad_event_to=0,
+            exception_formatter=structlog.dev.plain_traceback,
         )
     else:
         renderer = structlog.processors.JSONRenderer(sort_keys=False, default=str)

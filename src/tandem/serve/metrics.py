@@ -1,6 +1,6 @@
 """What `/metrics` and `/status` tell: counters and times seen by the HTTP side, and the worker's own numbers.
 
-In: observations of requests, and the worker's snapshot, which never wakes or waits. Out: Prometheus text, or plain data.
+In: observations of requests, and the worker's snapshot, which never wakes or waits. Out: Prometheus text, plain data.
 """
 
 from collections.abc import Callable, Iterable
@@ -34,7 +34,10 @@ class Metrics:
         )
         self._open = Gauge("tandem_requests_open", "HTTP requests being answered", registry=self.registry)
         self._first = Histogram(
-            "tandem_first_token_seconds", "from the request to its first token", buckets=_FIRST_TOKEN_S, registry=self.registry
+            "tandem_first_token_seconds",
+            "from the request to its first token",
+            buckets=_FIRST_TOKEN_S,
+            registry=self.registry,
         )
         self._between = Histogram(
             "tandem_inter_token_seconds", "between tokens of an answer", buckets=_INTER_TOKEN_S, registry=self.registry
@@ -74,12 +77,24 @@ class _SnapshotCollector:
 
     def collect(self) -> Iterable:
         now = self._take_snapshot()
-        yield _labelled(GaugeMetricFamily, "tandem_state", "1 for the state of the model", "state",
-                        {name: float(now.state == name) for name in STATES})
-        yield _labelled(GaugeMetricFamily, "tandem_queue_length", "requests that wait for a sequence", "priority",
-                        {"interactive": now.queued - now.queued_background, "background": now.queued_background})
+        yield _labelled(
+            GaugeMetricFamily,
+            "tandem_state",
+            "1 for the state of the model",
+            "state",
+            {name: float(now.state == name) for name in STATES},
+        )
+        yield _labelled(
+            GaugeMetricFamily,
+            "tandem_queue_length",
+            "requests that wait for a sequence",
+            "priority",
+            {"interactive": now.queued - now.queued_background, "background": now.queued_background},
+        )
         yield GaugeMetricFamily("tandem_running", "answers being written", now.running)
-        yield GaugeMetricFamily("tandem_tokens_per_second", "tokens written of late, all answers together", now.tokens_per_s)
+        yield GaugeMetricFamily(
+            "tandem_tokens_per_second", "tokens written of late, all answers together", now.tokens_per_s
+        )
         yield GaugeMetricFamily("tandem_sleep_level", "0: awake, 1: caches are freed, 2: weights too", now.sleep_level)
         yield _labelled(GaugeMetricFamily, "tandem_memory_bytes", "memory of the model by role", "role", now.memory)
         yield from self._counters(now.totals)
@@ -88,7 +103,10 @@ class _SnapshotCollector:
         yield _labelled(CounterMetricFamily, "tandem_answers", "answers that have ended", "finish", totals.finished)
         yield CounterMetricFamily("tandem_cancelled", "answers whose reader left", totals.finished.get("cancelled", 0))
         yield _labelled(
-            CounterMetricFamily, "tandem_tokens", "tokens of prompts (reused: without computing them) and answers", "kind",
+            CounterMetricFamily,
+            "tandem_tokens",
+            "tokens of prompts (reused: without computing them) and answers",
+            "kind",
             {"prompt": totals.prompt_tokens, "reused": totals.reused_tokens, "completion": totals.completion_tokens},
         )
         plain = (
@@ -138,8 +156,14 @@ def status(snapshot: WorkerSnapshot, model: str) -> dict[str, Any]:
         "failed": totals.failed,
         "memory": dict(snapshot.memory),
         "slots": [
-            {"phase": r.phase, "priority": r.priority, "prompt_done": r.prompt_done, "prompt_tokens": r.prompt_tokens,
-             "tokens": r.tokens, "age_s": round(r.age_s, 1)}
+            {
+                "phase": r.phase,
+                "priority": r.priority,
+                "prompt_done": r.prompt_done,
+                "prompt_tokens": r.prompt_tokens,
+                "tokens": r.tokens,
+                "age_s": round(r.age_s, 1),
+            }
             for r in snapshot.requests
         ],
     }

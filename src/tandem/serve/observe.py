@@ -62,8 +62,14 @@ class ObservedApp:
             if not request.answers:
                 level = _log.info if request.status >= 400 else _log.debug
                 took_s = round(time.perf_counter() - request.began_s, 4)
-                level("request", id=request.id, endpoint=request.endpoint, method=scope["method"], status=request.status,
-                      took_s=took_s)
+                level(
+                    "request",
+                    id=request.id,
+                    endpoint=request.endpoint,
+                    method=scope["method"],
+                    status=request.status,
+                    took_s=took_s,
+                )
 
     def _endpoint(self, path: str) -> str:
         while path and path not in self._endpoints:
