@@ -118,7 +118,8 @@ ANSWERS: dict[str, Answer] = {
     ),
     "empty and one-line values": Answer(
         "qwen-xml",
-        "<tool_call><function=edit><parameter=text>\n</parameter><parameter=path>a b</parameter></function></tool_call>",
+        "<tool_call><function=edit><parameter=text>\n</parameter><parameter=path>a b</parameter></function>"
+        "</tool_call>",
         calls=(("edit", {"text": "", "path": "a b"}),),
     ),
     "look-alikes in a value": Answer(
@@ -255,7 +256,8 @@ ANSWERS: dict[str, Answer] = {
     "gemma reasoning": Answer("gemma", "<|channel>thought\nHm\n<channel|>" + GEMMA, "", "Hm", (WEATHER,)),
     "gemma values": Answer(
         "gemma",
-        f"<|tool_call>call:edit{{force:true,lines:[1,2],options:{{a:{{b:null}},c:{Q},}}{Q}}},text:{Q}<tool_call|>, x:1{Q}}}"
+        f"<|tool_call>call:edit{{force:true,lines:[1,2],options:{{a:{{b:null}},c:{Q},}}{Q}}},"
+        f"text:{Q}<tool_call|>, x:1{Q}}}"
         "<tool_call|>",
         calls=(
             (

@@ -12,16 +12,15 @@ from dataclasses import dataclass
 from tandem.errors import RequestError
 from tandem.text.masks import Limits, Step
 from tandem.text.schema_grammar import ANY_TEXT, LEADS, json_rule, searched_terminal
-from tandem.text.tool_schema import Tool, resolved
+from tandem.text.tool_schema import Tool, resolved, types_of
 
 # What a schema of raw arguments may say beside its properties; anything else would not be enforced.
 _ROOT_KEYS = frozenset(
     "type properties required additionalProperties $defs definitions title description $schema $id default examples "
     "strict $comment unevaluatedProperties deprecated readOnly writeOnly".split()
 )
-_STRING_KEYS = frozenset(
-    "type pattern minLength maxLength enum const format title description default examples".split()
-)
+_ANNOTATIONS = frozenset("title description default examples deprecated readOnly writeOnly $comment".split())
+_STRING_KEYS = frozenset("type pattern minLength maxLength enum const format".split()) | _ANNOTATIONS
 _KEY = "/[A-Za-z0-9_.-]{1,64}/"  # of an argument that no schema names
 
 
@@ -149,8 +148,10 @@ class RawCalls:
             "type" not in schema and all(isinstance(choice, str) for choice in _choices(schema) or [None])
         ):
             return _string_terminal(schema, self._limits, what)
-        if "type" not in schema and not set(schema) & {"enum", "const", "properties", "items", "prefixItems"}:
+        if not set(schema) - _ANNOTATIONS:
             return None
+        if "string" in types_of(schema, tool.parameters):
+            raise RequestError(f"{what}: its schema allows strings in a way that cannot be enforced; give it a `type`")
         return False, json_rule(_with_definitions(schema, tool.parameters), self._limits, what)
 
 

@@ -64,8 +64,9 @@ def make_constraint(
         return None
     compiler = Compiler(vocabulary_of(tokenizer), limits)
     if tools and choice != "none":
-        single = choice not in _CHOICES
-        calls = _calls(compiler, tools, tool_request.format, tool_request.parallel and not single, limits)
+        # Behind a call of a free answer everything is free again; behind a forced one only more calls may follow.
+        more = tool_request.parallel and (choice == "required" or body is not None) and choice in _CHOICES
+        calls = _calls(compiler, tools, tool_request.format, more, limits)
     if body is not None:
         compiler.matcher(body.grammars, body.what)
     plan = _plan(body, calls, forced, prompt_end, tokenizer)
