@@ -6,6 +6,7 @@ import random
 import re
 import resource
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from test_tool_parsers import checked_calls, read, summary
 from tandem.default_model import default_model
 from tandem.errors import RequestError
 from tandem.gguf import read_gguf
-from tandem.text.grammar import Limits, ToolRequest, make_constraint
+from tandem.text.grammar import MAX_KEPT, Limits, ToolRequest, make_constraint
+from tandem.text.masks import vocabulary_of
 from tandem.text.tokenizer import Tokenizer
 
 MODELS = Path(os.environ.get("TANDEM_TEST_MODELS") or Path.home() / ".cache" / "tandem-test-models")
@@ -548,3 +550,23 @@ def test_a_grammar_that_grows_too_complex_stops_the_answer_instead_of_freeing_it
         for char in random.Random(0).choices("ab", k=2000):
             assert constraint.allowed() is not None
             constraint.accept(tokenizer.encode(char)[0])
+
+
+def test_an_equal_request_is_compiled_once_and_an_other_one_is_not_mistaken_for_it():
+    tokenizer = tokenizer_of("pocket")
+    one = make_constraint(tokenizer, json_schema=o({"a": I}), prompt_end="closed")
+    assert make_constraint(tokenizer, json_schema=o({"a": I}), prompt_end="closed") is one
+    for schema, end in ((o({"a": S}), "closed"), (o({"a": I}), "open")):
+        assert make_constraint(tokenizer, json_schema=schema, prompt_end=end) is not one
+    for index in range(50):
+        make_constraint(tokenizer, json_schema={"const": index})
+    assert len(vocabulary_of(tokenizer).kept) <= MAX_KEPT
+
+
+def test_answers_of_one_factory_do_not_touch_each_other():
+    tokenizer = tokenizer_of("pocket")
+    factory = make_constraint(tokenizer, tool_request=ToolRequest(ALL, "required", "qwen-xml"), prompt_end="closed")
+    alone = [write(tokenizer, factory(), seed, max_tokens=120) for seed in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda seed: write(tokenizer, factory(), seed, max_tokens=120), range(4)))
+    assert together == alone

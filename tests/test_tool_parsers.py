@@ -202,7 +202,8 @@ def test_unknown_formats_and_bad_tools_are_named():
         AnswerParser("hermes", [TOOLS[0], {"type": "function", "function": {}}], "none")
 
 
-MARKERS = """< > </ { } [ ] " ' , : \\ <tool_call> </tool_call> <think> </think> <function= <function=edit> <function=zz>
+MARKERS = """\
+< > </ { } [ ] " ' , : \\ <tool_call> </tool_call> <think> </think> <function= <function=edit> <function=zz>
 </function> <parameter= <parameter=text> <parameter=lines> </parameter> <arg_key> </arg_key> <arg_value> </arg_value>
 <|tool_call> <tool_call|> call:edit{ <|channel>thought <channel|> <|"|> <|python_tag|> <|channel|> <|message|> <|start|>
 <|end|> <|call|> analysis final to=functions.edit edit {"name": "edit" "arguments" "parameters" text lines [1] true

@@ -4,6 +4,8 @@ In: what a request asks for, and the tokenizer. Out: a factory of constraints (t
 Everything is compiled under limits when the factory is made, so what cannot be enforced is an error there.
 """
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +20,7 @@ from tandem.text.tool_schema import Tool, read_tools
 __all__ = ["Limits", "forced_tool", "make_constraint"]
 # Text that is no call where calls begin with a brace.
 _NO_OBJECT = "start: /[^{ \\t\\r\\n](.|\\n)*/"
+MAX_KEPT = 16  # requests whose compiled grammars are kept: clients send the same tools again and again
 _CHOICES = ("auto", "none", "required")
 
 
@@ -51,26 +54,68 @@ def make_constraint(
     says; reasoning itself is free, and what follows it is restricted. After a complete answer only end tokens remain.
     Raises RequestError for what cannot be enforced, is over the limits or is not understood.
     """
-    body = _text_step(json_schema, regex, grammar, limits, lead=prompt_end == "open")
-    calls, forced, compiler = None, False, None
+    asked = (json_schema, regex, grammar, tool_request, prompt_end, limits)
     tools = read_tools(tool_request.tools)
-    choice = tool_request.choice
+    free = tool_request.choice == "none" or not any(tool.strict for tool in tools.values())
+    if asked[:3] == (None, None, None) and tool_request.choice in ("auto", "none") and free:
+        return None
+    key = _key(asked)
+    kept = None if key is None else vocabulary_of(tokenizer).kept
+    if kept is not None and (made := kept.get(key)) is not None:
+        return made
+    made = _made(tokenizer, *asked)
+    if kept is not None:
+        while len(kept) >= MAX_KEPT:
+            kept.pop(next(iter(kept)), None)
+        kept[key] = made
+    return made
+
+
+def _key(asked: tuple) -> bytes | None:
+    """Equal for equal requests; None for what is no plain data, which is compiled each time."""
+    json_schema, regex, grammar, tools, prompt_end, limits = asked
+    plain = [
+        json_schema,
+        regex,
+        grammar,
+        tools.tools,
+        tools.choice,
+        tools.format,
+        tools.parallel,
+        prompt_end,
+        str(limits),
+    ]
+    try:
+        return hashlib.sha256(json.dumps(plain).encode()).digest()
+    except (TypeError, ValueError, RecursionError):
+        return None
+
+
+def _made(
+    tokenizer: Tokenizer,
+    json_schema: object,
+    regex: str | None,
+    grammar: str | None,
+    tool_request: ToolRequest,
+    prompt_end: str,
+    limits: Limits,
+) -> Callable[[], GrammarConstraint]:
+    """`make_constraint`, compiled anew."""
+    body = _text_step(json_schema, regex, grammar, limits, lead=prompt_end == "open")
+    tools, choice = read_tools(tool_request.tools), tool_request.choice
+    forced = choice not in ("auto", "none")
     if choice not in _CHOICES:
         tools = {choice: forced_tool(tools, choice)}
-    forced = choice not in ("auto", "none")
     if forced and not tools:
         raise RequestError(f"tool_choice: {choice!r} needs tools, found none")
-    if body is None and not (choice != "none" and (forced or any(tool.strict for tool in tools.values()))):
-        return None
     compiler = Compiler(vocabulary_of(tokenizer), limits)
+    calls = None
     if tools and choice != "none":
         # Behind a call of a free answer everything is free again; behind a forced one only more calls may follow.
         more = tool_request.parallel and (choice == "required" or body is not None) and choice in _CHOICES
         calls = _calls(compiler, tools, tool_request.format, more, limits)
-    if body is not None:
-        compiler.matcher(body.grammars, body.what)
     plan = _plan(body, calls, forced, prompt_end, tokenizer)
-    for step in filter(None, [plan.first, *plan.watched.values()]):
+    for step in filter(None, [body, plan.first, *plan.watched.values()]):
         compiler.matcher(step.grammars, step.what)
     return lambda: GrammarConstraint(compiler, plan)
 

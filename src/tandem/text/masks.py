@@ -3,8 +3,8 @@
 In: a `Plan` of steps and the tokenizer. Out: `GrammarConstraint`, one object per answer (the protocol `Constraint`).
 """
 
-import itertools
 import json
+import re
 import threading
 import weakref
 from bisect import bisect_left
@@ -18,6 +18,11 @@ from tandem.errors import RequestError
 from tandem.text.tokenizer import Tokenizer
 
 MAX_FORCED_TOKENS = 64
+PROBED_TOKENS = 6
+MAX_COMPILED = 512  # grammars of one request; the steps of a call differ by the arguments that are left
+
+
+_PLACE = re.compile(r"at \d+\(\d+\): (?:failed to compile JSON schema: )?")
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,7 @@ class Vocabulary:
             eos_token=sorted(tokenizer.eog_ids),
         )
         self.end_mask = self.mask_of(tokenizer.eog_ids)
+        self.kept: dict[bytes, Callable[[], GrammarConstraint]] = {}  # factories of earlier requests, by `grammar._key`
 
     def mask_of(self, ids: Sequence[int] | frozenset[int]) -> np.ndarray:
         """Bits of these tokens, uint32 [words]."""
@@ -75,9 +81,11 @@ class Vocabulary:
 
     def longer_than(self, prefix: bytes) -> list[tuple[bytes, int]]:
         """Bytes and id of the tokens that begin with `prefix` and go on behind it."""
-        start = bisect_left(self._ordered, (prefix + b"\0", -1))
-        tail = itertools.islice(self._ordered, start, None)
-        return list(itertools.takewhile(lambda entry: entry[0].startswith(prefix), tail))
+        place, found = bisect_left(self._ordered, (prefix + b"\0", -1)), []
+        while place < len(self._ordered) and self._ordered[place][0].startswith(prefix):
+            found.append(self._ordered[place])
+            place += 1
+        return found
 
 
 class _ForLibrary:
@@ -121,9 +129,10 @@ class Compiler:
             made = llguidance.LLMatcher(self.vocabulary.library, grammar, log_level=0, limits=self._library_limits)
             if made.is_error():
                 raise RequestError(f"{what} cannot be enforced: {first_line(made.get_error())}")
-            made.compute_bitmask()
-            if made.is_error():
-                raise RequestError(f"{what} is too complex to be enforced: {first_line(made.get_error())}")
+            if problem := _problem(made):
+                raise RequestError(f"{what} allows no answer, or is too complex to be enforced: {first_line(problem)}")
+            if len(self._made) >= MAX_COMPILED:
+                self._made.clear()
             self._made[grammars] = made
         return made.deep_copy()
 
@@ -265,6 +274,20 @@ class GrammarConstraint:
             raise RequestError(f"{self._step.what} became too complex while the answer was written: {message}")
 
 
+def _problem(matcher: llguidance.LLMatcher) -> str:
+    """The error that shows when the first tokens are written, '' if none does. Leaves the matcher as it is."""
+    tried = matcher.deep_copy()
+    for _ in range(PROBED_TOKENS):
+        mask = np.frombuffer(tried.compute_bitmask(), np.uint32)
+        if tried.is_error():
+            return tried.get_error()
+        word = int(np.flatnonzero(mask)[0])
+        tried.consume_token(word * 32 + (int(mask[word]) & -int(mask[word])).bit_length() - 1)
+        if tried.is_error() or tried.is_stopped():
+            return tried.get_error()
+    return ""
+
+
 def _alternatives(grammars: tuple[str, ...]) -> str:
     named = [{"name": f"g{number}", "lark_grammar": grammar} for number, grammar in enumerate(grammars)]
     start = "start: " + " | ".join(f"@{part['name']}" for part in named)
@@ -272,5 +295,8 @@ def _alternatives(grammars: tuple[str, ...]) -> str:
 
 
 def first_line(message: str) -> str:
-    """The first line of an error message, at most 300 characters."""
-    return message.strip().partition("\n")[0][:300]
+    """What a message of the library says, on one line of at most 300 characters."""
+    lines = [line.strip() for line in message.strip().splitlines()] or [""]
+    reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), "")
+    # Clients take an error in which something "exceeds a limit" for a prompt that is too long.
+    return re.sub("exceed(s|ed)?", "is over", f"{_PLACE.sub('', lines[0])} {reason}".strip())[:300]
