@@ -1,6 +1,8 @@
 """Settings: one table for flags, environment and file; who wins; what is refused, and where it says the mistake is."""
 
+import re
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -170,3 +172,29 @@ def _written(tmp_path, text):
     path = tmp_path / "c.toml"
     path.write_text(text)
     return str(path)
+
+
+def test_the_example_file_holds_valid_settings_also_when_its_comments_are_lines(file, tmp_path):
+    text = (ROOT / "examples" / "tandem.toml").read_text()
+    load(path=file(text))
+    keys = tmp_path / "keys"
+    keys.write_text(KEY)
+    keys.chmod(0o600)
+    lines = [line.removeprefix("# ") if "=" in line and line[2:3].islower() else line for line in text.splitlines()]
+    config = load(path=file("\n".join(lines).replace("/etc/tandem/keys", str(keys))))
+    assert config.sleep_level == 2 and config.cache_bytes == 8 << 30 and config.api_key == (KEY,)
+
+
+def test_the_documentation_names_every_setting():
+    text = (ROOT / "docs" / "operations.md").read_text()
+    assert [name for name in SERVED if f"`{name}`" not in text] == []
+
+
+def test_variables_in_the_examples_are_settings():
+    known = {spec.variable for spec in SETTINGS.values()}
+    for name in ("tandem.service", "Containerfile", "tandem.toml"):
+        found = set(re.findall(r"TANDEM_[A-Z_]+", (ROOT / "examples" / name).read_text()))
+        assert found and found <= known
+
+
+ROOT = Path(__file__).parents[1]
