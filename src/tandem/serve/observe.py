@@ -49,6 +49,7 @@ class ObservedApp:
             await self.app(scope, receive, send)
             return
         request = Request(f"req_{secrets.token_hex(8)}", self._endpoint(scope["path"]))
+        scope = {**scope, "state": {**scope.get("state", {}), "request_id": request.id}}
         mark = _current.set(request)
         self._metrics.request_began()
         try:
