@@ -45,7 +45,8 @@ STATUS = {
 }
 HOSTILE = (
     '<img src=x onerror="window.broken=1"><script>window.broken=2</script>\n\n'
-    "```html\n<script>window.broken=3</script>\n```\n[x](javascript:window.broken=4) <b>bold</b> **real**"
+    "```html\n<script>window.broken=3</script>\n```\n[x](javascript:window.broken=4) <b>bold</b> **real** "
+    "`<img src=x onerror=window.broken=6>` **<i onclick=window.broken=7>x</i>**"
 )
 
 
@@ -228,9 +229,9 @@ def test_nothing_that_a_model_writes_becomes_markup(page, script, size):
     ask(page)
     answer = finished(page)
     assert page.evaluate("window.broken") is None
-    assert answer.locator("script, img, a, b").count() == 0
+    assert answer.locator("script, img, a, b, i").count() == 0
     assert answer.locator("pre code").inner_text() == "<script>window.broken=3</script>\n"
-    assert answer.locator("strong").inner_text() == "real"
+    assert answer.locator("strong").first.inner_text() == "real"
     assert "<img src=x" in answer.inner_text()
     assert page.problems == []
 
