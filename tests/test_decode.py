@@ -250,13 +250,23 @@ def test_the_draft_heads_rows_are_the_full_heads_rows_of_its_tokens():
     head = DraftHead(full, 100)
     head.read(rng.integers(0, 1000, 300))
     for _ in range(50):
-        head.wrote(rng.integers(0, 1000, 20).tolist())
+        for token in rng.integers(0, 1000, 20).tolist():
+            head.wrote(token)
         assert len(set(head.ids.tolist())) == 100
         np.testing.assert_array_equal(head.weight.blocks, full.blocks[head.ids])
-    head.wrote([999])
+    head.wrote(999)
     assert 999 in head.ids and head.coverage < 0.5
     often = head.ids[:20].tolist()
-    for _ in range(40):
-        head.wrote(often)
-    head.wrote(rng.integers(0, 1000, 60).tolist())
+    for token in [*often * 40, *rng.integers(0, 1000, 60).tolist()]:
+        head.wrote(token)
     assert set(often) <= set(head.ids.tolist())
+
+
+def test_a_text_that_the_cut_head_does_not_cover_is_drafted_with_the_full_head(tmp_path, monkeypatch):
+    monkeypatch.setattr("tandem.runtime.draft_mtp.MIN_HEAD_ROWS", 16)
+    monkeypatch.setattr("tandem.runtime.draft_mtp.MAX_HEAD_ROWS", 16)
+    with tandem.load(default_model(), ctx=512, threads=2, drafts=SOURCES["mtp 1"]) as engine:
+        head = engine.drafter.head
+        assert len(head.ids) == 16 and not engine.drafter.use_full_head
+        _, stats = written(engine, CODE, 200)
+        assert engine.drafter.use_full_head and head.coverage < 0.85 and stats.accepted > 0.5 * stats.drafted

@@ -122,6 +122,8 @@ class Decoder:
         self.sampler.accept(token)
         if self.constraint:
             self.constraint.accept(token)
+        if self.session.mtp:
+            self.session.mtp.drafter.head.wrote(token)
         self.last = token
         self.finished = self.take(token, logits)
         return token

@@ -48,17 +48,16 @@ class DraftHead:
         self._seen = np.zeros(size, np.float32)
         self._seen -= np.arange(size) / size  # among tokens not seen, the highest id goes first
 
-    def wrote(self, tokens: Sequence[int]) -> None:
-        """Tells tokens of an answer."""
+    def wrote(self, token: int) -> None:
+        """Tells a token of an answer."""
         if self.whole:
             return
-        for token in tokens:
-            slot = self._slot[token]
-            self.coverage += 0.02 * ((slot >= 0) - self.coverage)
-            if slot < 0:
-                self._take_in(np.array([token]))
-            else:
-                self._seen[slot] += 1
+        slot = self._slot[token]
+        self.coverage += 0.05 * ((slot >= 0) - self.coverage)
+        if slot < 0:
+            self._take_in(np.array([token]))
+        else:
+            self._seen[slot] += 1
 
     def read(self, tokens: Sequence[int]) -> None:
         """Tells tokens of a prompt."""
