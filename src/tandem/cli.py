@@ -57,6 +57,17 @@ class _Commands(click.Group):
         return super().resolve_command(ctx, args)
 
 
+class _Benchmarks(_Commands):
+    """`bench` followed by a model, by options or by nothing is `bench speed`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        word = args[0] if args else ""
+        known = self.get_command(ctx, word) is not None or word in ctx.help_option_names
+        if not known and (not word or word.startswith("-") or not _is_prompt(word)):
+            args = ["speed", *args]
+        return super().parse_args(ctx, args)
+
+
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line and exits the process; argv: without the program's name, None: the process's own."""
     for stream in (sys.stdout, sys.stderr):
@@ -102,13 +113,20 @@ def _sampling_options(command: Callable) -> Callable:
 
 def _engine_options(command: Callable) -> Callable:
     for option in (
-        click.option("--quiet", "-q", is_flag=True, help="no plan and no speed on stderr"),
-        click.option("--kv", metavar="TYPE", default="f16", show_default=True, help="cache type: f16, q8_0 or f32"),
-        click.option("--threads", type=int, help="default: the physical cores"),
         click.option("--draft", metavar="SOURCES", default="auto", show_default=True,
                      help="speculation, which never changes the text: auto, off, or of mtp,ngram,model"),
         click.option("--draft-max", type=int, help="most drafts a round; default: 4"),
         click.option("--draft-fixed", is_flag=True, help="always draft --draft-max tokens, whether it pays or not"),
+    ):
+        command = option(command)
+    return _loading_options(command)
+
+
+def _loading_options(command: Callable) -> Callable:
+    for option in (
+        click.option("--quiet", "-q", is_flag=True, help="no plan and no speed on stderr"),
+        click.option("--kv", metavar="TYPE", default="f16", show_default=True, help="cache type: f16, q8_0 or f32"),
+        click.option("--threads", type=int, help="default: the physical cores"),
         click.option("--draft-model", metavar="FILE", help="a smaller .gguf with the same vocabulary that drafts too"),
         click.option("--ctx", type=int, help="tokens of context; default: 8192 or what fits"),
         click.argument("model", metavar="[MODEL]", required=False),
@@ -226,24 +244,83 @@ def info(model: str | None, as_json: bool) -> None:
         click.echo("\n".join(summary_lines(summary, machine().free_bytes)))
 
 
-@commands.command()
+@commands.group(cls=_Benchmarks)
+def bench() -> None:
+    """Measure speed (bench MODEL, the same as bench speed MODEL), what drafts bring, how tokens spread over experts."""
+
+
+@bench.command()
 @_engine_options
 @click.option("--prefill", type=click.IntRange(0), default=512, show_default=True, help="tokens of the prefill")
 @click.option("--depths", default="0,2048", show_default=True, help="tokens already in the context at decode")
 @click.option("--decode", type=click.IntRange(0), default=64, show_default=True, help="tokens to decode")
 @click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="runs of which the median counts")
-def bench(model: str | None, prefill: int, depths: str, decode: int, repeats: int, **options: Any) -> None:
+def speed(model: str | None, prefill: int, depths: str, decode: int, repeats: int, **options: Any) -> None:
     """Measure prefill and decode speed; the last line of output is one JSON object."""
     from tandem.bench.decode import bench as measure
     from tandem.bench.decode import report
 
-    places = _depths(depths)
+    places = _numbers(depths, "--depths", "0,2048")
     if options["ctx"] is None:
         options["ctx"] = max(prefill, *places) + decode
     with _load(model, options) as engine:
         on_run = (lambda line: None) if options["quiet"] else click.echo
         speeds = measure(engine, prefill, places, decode, repeats, on_run)
         click.echo(report(engine, speeds, prefill))
+
+
+def _in_a_folder(ctx: click.Context, param: click.Parameter, file: str | None) -> str | None:
+    """The name of a file to be written, refused at once if that could not be done after the measurement."""
+    if file is not None and (Path(file).is_dir() or not Path(file).absolute().parent.is_dir()):
+        raise click.BadParameter(f"{file!r} cannot be written: name a file in a folder that exists", ctx, param)
+    return file
+
+
+def _report_options(command: Callable) -> Callable:
+    for option in (
+        click.option("--json", "json_file", metavar="FILE", callback=_in_a_folder,
+                     help="write the JSON object there, not as the last line"),
+        click.option("--tokens", type=click.IntRange(2), default=200, show_default=True, help="most of one answer"),
+        _loading_options,
+    ):
+        command = option(command)
+    return command
+
+
+@bench.command()
+@_report_options
+@click.option("--drafts", default="1,2,3,4", show_default=True, help="fixed numbers of drafts to measure")
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="runs of which the median counts")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the most likely token")
+@click.option("--tasks", help="only these of the nine, such as code,story")
+@click.option("--ignore-eos", is_flag=True, help="answers do not end before --tokens: for files that write noise")
+@click.option("--plot", metavar="FILE.png", callback=_in_a_folder, help="draw ratios and acceptance; needs matplotlib")
+def mtp(model: str | None, tasks: str | None, drafts: str, plot: str | None, **options: Any) -> None:
+    """Measure what drafts bring on nine kinds of task, and check that they leave the text alone."""
+    from tandem.bench import mtp
+    from tandem.bench import plot as picture
+    from tandem.bench.tasks import chosen
+
+    counts = tuple(_numbers(drafts, "--drafts", "1,2,4"))
+    asked = {name: options[name] for name in ("tokens", "repeats", "temperature", "ignore_eos")}
+    settings = mtp.MtpSettings(tuple(chosen(tasks)), counts, **asked)
+    if plot:
+        picture.require(plot)
+    tell = (lambda *_: None) if options["quiet"] else lambda task, _: click.echo(f"measured: {task}", err=True)
+    with _load(model, {"ctx": None, **options}, mtp.loading(settings)) as engine:
+        report = mtp.report(engine, settings, mtp.measure(engine, settings, tell))
+    click.echo("\n".join(mtp.lines(report)))
+    if plot:
+        picture.draw(report, plot)
+    _write_report(report, options["json_file"])
+
+
+def _write_report(report: dict, file: str | None) -> None:
+    text = json.dumps(report)
+    if file is None:
+        click.echo(text)
+    else:
+        Path(file).write_text(text + "\n")
 
 
 def _server_options(command: Callable) -> Callable:
@@ -326,14 +403,14 @@ def doctor(model: str | None, config: str | None, as_json: bool) -> None:
     click.get_current_context().exit(0 if report.healthy else 1)
 
 
-def _depths(text: str) -> list[int]:
+def _numbers(text: str, option: str, example: str) -> list[int]:
     try:
-        places = [int(part) for part in text.split(",")]
+        numbers = [int(part) for part in text.split(",")]
     except ValueError:
-        places = []
-    if not places or min(places) < 0:
-        raise click.BadParameter(f"{text!r} is not a list of token counts such as 0,2048", param_hint="--depths")
-    return places
+        numbers = []
+    if not numbers or min(numbers) < 0:
+        raise click.BadParameter(f"{text!r} is not a list of token counts such as {example}", param_hint=option)
+    return numbers
 
 
 def _is_prompt(word: str) -> bool:
@@ -360,7 +437,8 @@ def draft_settings(sources: str, longest: int | None, fixed: bool, with_model: b
     return DraftSettings(chosen, 4 if longest is None else longest, adaptive=not fixed)
 
 
-def _load(model: str | None, options: Mapping[str, Any]) -> "Engine":
+def _load(model: str | None, options: Mapping[str, Any], drafts: "DraftSettings | None" = None) -> "Engine":
+    """The engine as the options say; drafts: instead of those of the options."""
     from tandem.runtime.decode import NO_DRAFTS
 
     path, quiet = _existing(model), options["quiet"]
@@ -376,7 +454,7 @@ def _load(model: str | None, options: Mapping[str, Any]) -> "Engine":
     engine = tandem.load(
         path,
         **loading,
-        drafts=draft_settings(options["draft"], options["draft_max"], options["draft_fixed"], bool(small)),
+        drafts=drafts or draft_settings(options["draft"], options["draft_max"], options["draft_fixed"], bool(small)),
         draft_model=small,
         on_plan=lambda plan: tell("\n".join(f"  {line}" for line in plan.lines())),
     )
