@@ -315,6 +315,23 @@ def mtp(model: str | None, tasks: str | None, drafts: str, plot: str | None, **o
     _write_report(report, options["json_file"])
 
 
+@bench.command()
+@_report_options
+@click.option("--text", "files", multiple=True, metavar="FILE", type=click.Path(exists=True, dir_okay=False),
+              help="text to route, may be repeated; default: the tasks of bench mtp with the model's answers")
+def routing(model: str | None, files: tuple[str, ...], json_file: str | None, tokens: int, **options: Any) -> None:
+    """Measure how evenly tokens spread over the experts of each layer."""
+    from tandem.bench import routing
+    from tandem.runtime.decode import DraftSettings
+
+    with _load(model, options, DraftSettings()) as engine:
+        texts = list(routing.file_texts(engine, files) if files else routing.task_texts(engine, tokens))
+        source = ", ".join(Path(file).name for file in files) or "tasks of bench mtp with the model's answers"
+        report = routing.report(engine, routing.measure(engine, texts), source)
+    click.echo("\n".join(routing.lines(report)))
+    _write_report(report, json_file)
+
+
 def _write_report(report: dict, file: str | None) -> None:
     text = json.dumps(report)
     if file is None:
