@@ -12,7 +12,7 @@ from tandem.quant import FORMATS, random_blocks, unpack_tensor
 
 AVAILABLE = ISAS[: ISAS.index(best_isa()) + 1]
 POOLS = {}
-F32, F16, Q4_0, Q4_K, Q6_K, IQ4_XS, NVFP4 = 0, 1, 2, 12, 14, 23, 40
+F32, F16, Q4_0, Q8_0, Q3_K, Q4_K, Q6_K, IQ3_S, IQ4_XS, NVFP4 = 0, 1, 2, 8, 11, 12, 14, 21, 23, 40
 
 
 def make_weight(ggml_type, shape, seed, scale=None):
@@ -89,14 +89,20 @@ def test_the_sum_over_chosen_experts_equals_the_definition(isa, types):
         assert np.sqrt(np.mean((found - wanted) ** 2) / np.mean(wanted**2)) < bound
 
 
+@pytest.mark.parametrize("routing", ["apart", "shared"])
+@pytest.mark.parametrize(
+    "types", [(Q4_K, Q4_K, Q6_K), (IQ4_XS, IQ4_XS, IQ4_XS), (IQ3_S, IQ3_S, IQ4_XS), (Q3_K,) * 3, (Q8_0,) * 3, (F16,) * 3]
+)
 @pytest.mark.parametrize("isa", AVAILABLE)
-def test_a_row_has_the_same_bits_alone_and_among_eight(isa):
-    experts = make_experts((Q4_K, Q4_K, Q6_K))
+def test_a_row_has_the_same_bits_alone_and_among_up_to_eight(isa, types, routing):
+    experts = make_experts(types)
     x, ids, weights = make_input(8)
-    together = run(isa, 2, x, ids, weights, experts)
-    for row in range(8):
-        alone = run(isa, 1, x[row : row + 1], ids[row : row + 1], weights[row : row + 1], experts)
-        assert alone.tobytes() == together[row : row + 1].tobytes()
+    if routing == "shared":
+        ids[:] = ids[0]
+    alone = [run(isa, 1, x[i : i + 1], ids[i : i + 1], weights[i : i + 1], experts).tobytes() for i in range(8)]
+    for rows in range(2, 9):
+        together = run(isa, 2, x[:rows], ids[:rows], weights[:rows], experts)
+        assert [row.tobytes() for row in together] == alone[:rows]
 
 
 @pytest.mark.parametrize("rows", [1, 7, 40])

@@ -32,6 +32,7 @@ struct alignas(kActLanes * 4) ActSpan {
     float scale16[lanes], sum16[lanes];  // by lane: scale, and scale * sum of the group's values
 #if TANDEM_AVX512
     int32_t minus_sum[lanes];  // by lane: - sum of the group's values
+    int8_t strided[values];    // plain, but quad u of a lane holds values u, u + 4, u + 8, u + 12 of the group
 #endif
 
     // Of a group of 16, and of the quad that holds value k.

@@ -47,7 +47,8 @@ struct Sums {
             const ActSpan& x = *(const ActSpan*)(records[r] + at);
             __m512i dot = _mm512_setzero_si512();
             if constexpr (whole_offset) dot = _mm512_slli_epi32(_mm512_load_si512(x.minus_sum), log2_of(offset));
-            for (int u = 0; u < 4; u++) dot = _mm512_dpbusd_epi32(dot, s.q[u], _mm512_load_si512(x.plain + 64 * u));
+            const int8_t* values = quant::IsStrided<F>::value ? x.strided : x.plain;
+            for (int u = 0; u < 4; u++) dot = _mm512_dpbusd_epi32(dot, s.q[u], _mm512_load_si512(values + 64 * u));
             const __m512 scale = _mm512_mul_ps(s.scale, _mm512_load_ps(x.scale16));
             products[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), scale, products[r]);
             if constexpr (has_bias) biases[r] = _mm512_fnmadd_ps(min, _mm512_load_ps(x.sum16), biases[r]);

@@ -1,5 +1,6 @@
 // Rounds activations to the records of matmul.h. Whole spans are rounded at once; 32 values alone get the same bits.
 #include "ops/matmul_kernels.h"
+#include "quant/lanes.h"
 
 namespace tandem {
 
@@ -33,15 +34,18 @@ inline void round32(const float* x, float inverse, int at, const Target& to, int
         _mm_store_si128((__m128i*)(to.natural + at + 16 * h), _mm_xor_si128(q[h], top));
         sums[h] = _mm512_reduce_add_epi32(whole);
     }
-    const __m128i first = _mm_unpacklo_epi32(q[0], q[1]), second = _mm_unpackhi_epi32(q[0], q[1]);
     const int begin = ActSpan::byte_of(at);
-    auto store = [begin](void* bytes, __m128i two_quads, int u) {
-        uint8_t* first = (uint8_t*)bytes + begin + 64 * u;
-        _mm_storel_epi64((__m128i*)first, two_quads);
-        _mm_storeh_pd((double*)(first + 64), _mm_castsi128_pd(two_quads));
+    auto store = [begin](void* bytes, __m128i a, __m128i b) {
+        uint8_t* first = (uint8_t*)bytes + begin;
+        for (int half = 0; half < 2; half++) {
+            const __m128i two = half ? _mm_unpackhi_epi32(a, b) : _mm_unpacklo_epi32(a, b);
+            _mm_storel_epi64((__m128i*)(first + 128 * half), two);
+            _mm_storeh_pd((double*)(first + 128 * half + 64), _mm_castsi128_pd(two));
+        }
     };
-    store(span->plain, first, 0);
-    store(span->plain, second, 2);
+    const __m128i stride = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    store(span->plain, q[0], q[1]);
+    store(span->strided, _mm_shuffle_epi8(q[0], stride), _mm_shuffle_epi8(q[1], stride));
 #elif TANDEM_AVX2
     const __m256i ones = _mm256_set1_epi16(1);
     for (int h = 0; h < 2; h++) {
@@ -129,29 +133,31 @@ void round_span(const float* x, const Target& to) {
     const __m256 scale = _mm256_div_ps(largest(tops), _mm256_set1_ps(127.0f));
     const __mmask8 normal = _mm256_cmp_ps_mask(scale, _mm256_set1_ps(0x1p-126f), _CMP_GE_OQ);
     const __m512 inverse = _mm512_castps256_ps512(_mm256_maskz_div_ps(normal, _mm256_set1_ps(1.0f), scale));
-    __m512i quads[4];  // of 4 groups of 16: quad u of each in lane u
-    const __m512i top = _mm512_set1_epi8(-128);
+    __m512i natural[4];
     for (int t = 0; t < 4; t++) {
         __m512i whole[4];
         for (int m = 0; m < 4; m++) {
             const __m512 factor = _mm512_permutexvar_ps(_mm512_set1_epi32(2 * t + m / 2), inverse);
             whole[m] = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + 64 * t + 16 * m), factor));
         }
-        quads[t] = _mm512_packs_epi16(_mm512_packs_epi32(whole[0], whole[1]), _mm512_packs_epi32(whole[2], whole[3]));
-        const __m512i natural = _mm512_permutexvar_epi32(
-            _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), quads[t]);
-        _mm512_store_si512(to.natural + 64 * t, _mm512_xor_si512(natural, top));
+        // Lane i of the packed bytes holds quad i of four groups.
+        const __m512i quads =
+            _mm512_packs_epi16(_mm512_packs_epi32(whole[0], whole[1]), _mm512_packs_epi32(whole[2], whole[3]));
+        natural[t] = _mm512_permutexvar_epi32(
+            _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), quads);
+        _mm512_store_si512(to.natural + 64 * t, _mm512_xor_si512(natural[t], _mm512_set1_epi8(-128)));
     }
+    __m512i q[4] = {natural[0], natural[1], natural[2], natural[3]};
+    quant::to_lanes(q);
     __m512i sum = _mm512_setzero_si512();
-    for (int h = 0; h < 2; h++) {
-        const __m512i a = _mm512_shuffle_i32x4(quads[0], quads[1], h ? 0xee : 0x44);
-        const __m512i b = _mm512_shuffle_i32x4(quads[2], quads[3], h ? 0xee : 0x44);
-        for (int i = 0; i < 2; i++) {
-            const __m512i q = _mm512_shuffle_i32x4(a, b, i ? 0xdd : 0x88);
-            _mm512_store_si512(span->plain + 64 * (2 * h + i), q);
-            sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(1), q);
-        }
+    for (int u = 0; u < 4; u++) {
+        _mm512_store_si512(span->plain + 64 * u, q[u]);
+        sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(1), q[u]);
     }
+    const __m128i stride = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    for (int t = 0; t < 4; t++) q[t] = _mm512_shuffle_epi8(natural[t], _mm512_broadcast_i32x4(stride));
+    quant::to_lanes(q);
+    for (int u = 0; u < 4; u++) _mm512_store_si512(span->strided + 64 * u, q[u]);
     const __m512i twice = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
     const __m512 scales = _mm512_permutexvar_ps(twice, _mm512_castps256_ps512(scale));
     _mm512_store_ps(span->scale16, scales);

@@ -69,14 +69,9 @@ inline __m512 half_plus_nibbles(float d, const uint8_t* packed) {
     return _mm512_mul_ps(_mm512_set1_ps(d), _mm512_add_ps(s, _mm512_set1_ps(0.5f)));
 }
 
-// Interleaving works within lanes of 128 bits. Transposing 4 lanes x 4 dwords before it puts the results in natural
-// order, transposing the 4 x 4 bytes of each lane in the order of quant/lanes.h.
-template <bool Natural>
-inline __m512i prepare_order(__m512i v) {
-    if constexpr (Natural)
-        return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), v);
-    const __m128i bytes = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    return _mm512_shuffle_epi8(v, _mm512_broadcast_i32x4(bytes));
+// Interleaving works within lanes of 128 bits; transposing 4 lanes x 4 dwords before it puts the results in order.
+inline __m512i transpose_lanes(__m512i v) {
+    return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), v);
 }
 
 inline __m512i look_up_256(const uint8_t* table, __m512i codes) {
@@ -86,10 +81,9 @@ inline __m512i look_up_256(const uint8_t* table, __m512i codes) {
     return _mm512_mask_blend_epi8(_mm512_movepi8_mask(codes), half(table), half(table + 128));
 }
 
-// 64 rows of IQ3_XXS, as 4 units.
-template <bool Natural>
+// 64 rows of IQ3_XXS, as 4 units in order.
 inline void look_up_iq3xxs(__m512i ids, __m512i* q) {
-    ids = prepare_order<Natural>(ids);
+    ids = transpose_lanes(ids);
     __m512i column[4];
     for (int c = 0; c < 4; c++) column[c] = look_up_256(grids.iq3xxs_columns[c], ids);
     const __m512i first[2] = {_mm512_unpacklo_epi8(column[0], column[1]), _mm512_unpackhi_epi8(column[0], column[1])};
@@ -113,22 +107,36 @@ struct PackedIq3s {
     return packed;
 }
 
-// 64 rows of IQ3_S, as 4 units, plus 128 unless natural. id: row numbers modulo 256; upper: rows + 256.
-template <bool Natural>
-inline void look_up_iq3s(__m512i ids, uint64_t upper, __m512i* q) {
+// Values 0 and 2, and 1 and 3, of 64 rows of IQ3_S, two in a byte. ids: row numbers modulo 256; upper: rows + 256.
+inline void pairs_of_iq3s(__m512i ids, uint64_t upper, __m512i* pairs) {
     static const PackedIq3s packed = pack_iq3s();
-    __m512i rows[2];
     for (int i = 0; i < 2; i++) {
         const __m512i low = look_up_256(packed.pairs[i], ids), high = look_up_256(packed.pairs[i] + 256, ids);
-        rows[i] = prepare_order<Natural>(_mm512_mask_blend_epi8(upper, low, high));
+        pairs[i] = _mm512_mask_blend_epi8(upper, low, high);
     }
+}
+
+// 64 rows of IQ3_S, as 4 units in order.
+inline void look_up_iq3s(__m512i ids, uint64_t upper, __m512i* q) {
+    __m512i rows[2];
+    pairs_of_iq3s(ids, upper, rows);
+    for (auto& row : rows) row = transpose_lanes(row);
     const __m512i pairs[2] = {_mm512_unpacklo_epi8(rows[0], rows[1]), _mm512_unpackhi_epi8(rows[0], rows[1])};
-    const __m512i offset = Natural ? _mm512_setzero_si512() : _mm512_set1_epi8(-128), nibble = _mm512_set1_epi8(15);
-    auto magnitudes = [&](__m512i v) { return _mm512_ternarylogic_epi32(v, nibble, offset, 0xea); };  // v & 15 | offset
     for (int i = 0; i < 2; i++) {
-        const __m512i first = magnitudes(pairs[i]), second = magnitudes(_mm512_srli_epi16(pairs[i], 4));
+        const __m512i first = keep(pairs[i], 15), second = keep(_mm512_srli_epi16(pairs[i], 4), 15);
         q[2 * i] = _mm512_unpacklo_epi16(first, second);
         q[2 * i + 1] = _mm512_unpackhi_epi16(first, second);
+    }
+}
+
+// The same as strided lanes, plus 128: register c has value c of each row.
+inline void strided_iq3s(__m512i ids, uint64_t upper, __m512i* q) {
+    __m512i pairs[2];
+    pairs_of_iq3s(ids, upper, pairs);
+    const __m512i offset = constant(_mm512_set1_epi8(-128)), nibble = constant(_mm512_set1_epi8(15));
+    for (int i = 0; i < 2; i++) {  // v & 15 | 128
+        q[i] = _mm512_ternarylogic_epi32(pairs[i], nibble, offset, 0xea);
+        q[i + 2] = _mm512_ternarylogic_epi32(_mm512_srli_epi16(pairs[i], 4), nibble, offset, 0xea);
     }
 }
 #elif TANDEM_AVX2
@@ -318,6 +326,7 @@ struct IQ3_XXS {
         }
     }
 #if TANDEM_AVX512
+    static constexpr bool strided = true;
     static __m256 factors(const uint8_t* p, __m256i words) {
         const __m256 codes = _mm256_cvtepi32_ps(_mm256_srli_epi32(words, 28));
         return _mm256_mul_ps(_mm256_set1_ps(read_half(p) * 0.5f), _mm256_add_ps(codes, _mm256_set1_ps(0.5f)));
@@ -327,7 +336,7 @@ struct IQ3_XXS {
         const __m256i words = _mm256_loadu_si256((const __m256i*)(p + 66));
         alignas(32) uint64_t signs[4];
         _mm256_store_si256((__m256i*)signs, even_signs(four_sevens(words)));
-        look_up_iq3xxs<true>(_mm512_loadu_si512(p + 2), s.q);
+        look_up_iq3xxs(_mm512_loadu_si512(p + 2), s.q);
         for (int u = 0; u < 4; u++) s.q[u] = negate(s.q[u], signs[u]);
         s.scale = factors(p, words);
         return s;
@@ -335,9 +344,10 @@ struct IQ3_XXS {
     static LaneSpan lanes(const uint8_t* p) {
         LaneSpan s;
         const __m256i words = _mm256_loadu_si256((const __m256i*)(p + 66));
-        look_up_iq3xxs<false>(_mm512_loadu_si512(p + 2), s.q);
+        const __m512i ids = _mm512_loadu_si512(p + 2);
+        for (int c = 0; c < 4; c++) s.q[c] = look_up_256(grids.iq3xxs_columns[c], ids);
         add_128(s.q);
-        negate_lanes(s.q, even_signs(four_sevens(words)));
+        negate_strided(s.q, even_signs(four_sevens(words)));
         s.scale = lane_factors(factors(p, words));
         return s;
     }
@@ -365,21 +375,22 @@ struct IQ3_S {
         }
     }
 #if TANDEM_AVX512
+    static constexpr bool strided = true;
     static __m256 factors(const uint8_t* p) {
         const uint64_t codes = _pdep_u64(read_as<uint32_t>(p + 106), 0x1e1e1e1e1e1e1e1e) | 0x0101010101010101;
         return _mm256_mul_ps(half_times_8(p), bytes_to_float8(codes));
     }
     static Span<4, 8> load(const uint8_t* p) {
         Span<4, 8> s;
-        look_up_iq3s<true>(_mm512_loadu_si512(p + 2), read_as<uint64_t>(p + 66), s.q);
+        look_up_iq3s(_mm512_loadu_si512(p + 2), read_as<uint64_t>(p + 66), s.q);
         for (int u = 0; u < 4; u++) s.q[u] = negate(s.q[u], read_as<uint64_t>(p + 74 + 8 * u));
         s.scale = factors(p);
         return s;
     }
     static LaneSpan lanes(const uint8_t* p) {
         LaneSpan s;
-        look_up_iq3s<false>(_mm512_loadu_si512(p + 2), read_as<uint64_t>(p + 66), s.q);
-        negate_lanes(s.q, _mm256_loadu_si256((const __m256i*)(p + 74)));
+        strided_iq3s(_mm512_loadu_si512(p + 2), read_as<uint64_t>(p + 66), s.q);
+        negate_strided(s.q, _mm256_loadu_si256((const __m256i*)(p + 74)));
         // 2 * nibble + 1 of each group
         const __m512i nibble_to_1 =
             _mm512_setr_epi32(31, 31, 3, 3, 7, 7, 11, 11, 15, 15, 19, 19, 23, 23, 27, 27);

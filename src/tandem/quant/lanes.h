@@ -1,7 +1,7 @@
 // Spans of 256 weights in the order of the activations (ops/matmul.h): lane l of 16 holds group l of 16 values, and
-// register u its values 4 u .. 4 u + 3. So the integer products of all four registers add up in one, lane by lane, and
-// one conversion and one multiplication by scales serve all of them. Weights are unsigned here: signed formats add 128,
-// which kLaneOffset takes out again.
+// register u its values 4 u .. 4 u + 3 (in strided order: u, u + 4, u + 8, u + 12). So the integer products of all four
+// registers add up in one, lane by lane, and one conversion and one multiplication by scales serve all of them. Weights
+// are unsigned here: signed formats add 128, which kLaneOffset takes out again.
 //
 // A format may say static LaneSpan lanes(const uint8_t*), or, in blocks of 32, lane_codes(at, q) with at(i) the i-th
 // of 8 blocks; the others are loaded in natural order and transposed.
@@ -24,12 +24,21 @@ constexpr int kLaneOffset = F::is_signed ? 128 : F::offset;
 
 template <class F, class = void> struct HasLanes : std::false_type {};
 template <class F> struct HasLanes<F, std::void_t<decltype(&F::lanes)>> : std::true_type {};
+// Whether lanes come in strided order: where a codebook row is four values, looking up one of each row is that.
+template <class F, class = void> struct IsStrided : std::false_type {};
+template <class F> struct IsStrided<F, std::void_t<decltype(F::strided)>> : std::true_type {};
 struct AnyBlock {
     const uint8_t* operator()(int) const;
 };
 template <class F, class = void> struct HasLaneCodes : std::false_type {};
 template <class F>
 struct HasLaneCodes<F, std::void_t<decltype(F::lane_codes(AnyBlock{}, nullptr))>> : std::true_type {};
+
+// A constant that stays in a register over a loop: the compiler would rather make it anew each time.
+inline __attribute__((always_inline)) __m512i constant(__m512i c) {
+    asm("" : "+v"(c));
+    return c;
+}
 
 // Which dword of the packed bytes register u takes into lane l, and how far its bits are shifted.
 struct LaneTable {
@@ -69,11 +78,6 @@ alignas(64) inline constexpr LaneTable kBitTo2 =
 alignas(64) inline constexpr LaneTable kBitTo4 =
     lane_table([](int l) { return 4 * (l % 2); }, [](int l) { return l / 2 - 4; });
 
-// A constant that stays in a register over a loop: the compiler would rather make it anew each time.
-inline __attribute__((always_inline)) __m512i constant(__m512i c) {
-    asm("" : "+v"(c));
-    return c;
-}
 inline __m512i keep_constant(__m512i a, int mask) {
     return _mm512_and_si512(a, constant(_mm512_set1_epi8(char(mask))));
 }
@@ -147,19 +151,17 @@ inline __m512 lane_factors(__m256 per_32) {
 }
 inline __m512 lane_factors(__m512 per_16) { return per_16; }
 
-// Values whose bit of `signs` is set (256 of them in natural order), negated; of 128 + q, 128 - q is left.
-inline void negate_lanes(__m512i* q, __m256i signs) {
+// Strided values whose bit of `signs` is set (256 of them in natural order), negated; of 128 + q, 128 - q is left.
+inline void negate_strided(__m512i* q, __m256i signs) {
     alignas(64) static constexpr auto index = [] {
-        struct { uint8_t at[2][64]; } made{};
-        for (int i = 0; i < 64; i++)
-            for (int half = 0; half < 2; half++) made.at[half][i] = uint8_t(2 * (i / 4) + half);
+        struct { uint8_t at[64]; } made{};
+        for (int i = 0; i < 64; i++) made.at[i] = uint8_t(i / 2);
         return made;
     }();
-    for (int u = 0; u < 4; u++) {
-        const __m512i bytes =
-            _mm512_permutexvar_epi8(_mm512_load_si512(index.at[u / 2]), _mm512_castsi256_si512(signs));
-        const __mmask64 where = _mm512_test_epi8_mask(bytes, _mm512_set1_epi32(u % 2 ? int(0x80402010) : 0x08040201));
-        q[u] = _mm512_mask_sub_epi8(q[u], where, _mm512_setzero_si512(), q[u]);
+    const __m512i bytes = _mm512_permutexvar_epi8(_mm512_load_si512(index.at), _mm512_castsi256_si512(signs));
+    for (int c = 0; c < 4; c++) {
+        const __mmask64 where = _mm512_test_epi8_mask(bytes, constant(_mm512_set1_epi16(short(0x1001 << c))));
+        q[c] = _mm512_mask_sub_epi8(q[c], where, _mm512_setzero_si512(), q[c]);
     }
 }
 
