@@ -5,14 +5,12 @@ import threading
 import time
 from collections import Counter
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from fake_batch import FakeBatch, Script, request_of, split_pieces
 
 from tandem.errors import EngineError, RequestError, SettingError
-from tandem.runtime.sampling import Sampling
 from tandem.serve.events import Failed, Finished, Generated, Overloaded, Prefilling, Waiting
 from tandem.serve.scheduler import Limits
 from tandem.serve.worker import Worker
@@ -337,16 +335,15 @@ def test_an_interrupted_background_answer_repeats_nothing_and_loses_nothing():
             return text if len(request.prompt.ids) == 50 else "short"
 
         async with running(lambda: FakeBatch(script, decode_s=0.0005), Limits(max_sequences=1)) as worker:
-            request = replace(request_of(50), sampling=Sampling(temperature=1.0))
-            background = asyncio.ensure_future(events_of(worker.generate(request, priority="background")))
+            background = asyncio.ensure_future(events_of(worker.generate(request_of(50), priority="background")))
             for _ in range(3):
                 await asyncio.sleep(0.03)
                 assert text_of(await asyncio.wait_for(events_of(worker.generate(request_of())), 1)) == "short"
             events = await background
             assert text_of(events) == text
             assert worker.snapshot().totals.evicted == 3
-            seeds = {r.sampling.seed for r in worker.batch.opened if len(r.prompt.ids) == 50}
-            assert len(seeds) == 1 and None not in seeds
+            again = [r.constraint() for r in worker.batch.opened if len(r.prompt.ids) == 50 and r.constraint]
+            assert len(again) == 3 and all(len(c.forced()) for c in again)
 
     asyncio.run(main())
 

@@ -50,6 +50,36 @@ class GuardedConstraint:
         return otherwise
 
 
+class WrittenAgain:
+    """Tokens that were sent already, then what the inner constraint says. same_draws: the sampler draws for the tokens
+    that are written again too, so that a seeded answer goes on with the numbers it would have had."""
+
+    MOST_TOKENS = 1 << 20  # of a vocabulary
+
+    def __init__(self, tokens: Sequence[int], inner: Constraint | None, same_draws: bool):
+        self.tokens, self.inner, self.at = list(tokens), inner, 0
+        self._bits = np.zeros(self.MOST_TOKENS // 32, np.uint32) if same_draws else None
+
+    def allowed(self) -> np.ndarray | None:
+        if self.at >= len(self.tokens):
+            return self.inner.allowed() if self.inner else None
+        if self._bits is None:
+            return None
+        self._bits[:] = 0
+        self._bits[self.tokens[self.at] // 32] = 1 << self.tokens[self.at] % 32
+        return self._bits
+
+    def forced(self) -> Sequence[int]:
+        if self.at >= len(self.tokens):
+            return self.inner.forced() if self.inner else ()
+        return self.tokens[self.at :] if self._bits is None else ()
+
+    def accept(self, token: int) -> None:
+        self.at += 1
+        if self.inner:
+            self.inner.accept(token)
+
+
 class Job:
     """A request on its way through the engine. `answer` and what follows it belong to the engine thread."""
 
@@ -83,12 +113,16 @@ class Job:
 
     def guarded_request(self) -> GenerationRequest:
         """The request as the batch gets it."""
-        make = self.request.constraint
-        if make is None:
+        make, sampling, sent = self.request.constraint, self.request.sampling, self._sent
+        if make is None and not sent:
             return self.request
 
         def guarded() -> GuardedConstraint:
-            self.guard = GuardedConstraint(make())
+            constraint = make() if make else None
+            if sent:
+                same_draws = sampling.seed is not None and sampling.temperature > 0
+                constraint = WrittenAgain(sent, constraint, same_draws)
+            self.guard = GuardedConstraint(constraint)
             return self.guard
 
         return replace(self.request, constraint=guarded)

@@ -6,11 +6,9 @@ which asks the scheduler what is next; what a step gave to all its answers goes 
 
 import asyncio
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 
@@ -91,9 +89,6 @@ class Worker:
 
         Raises Overloaded if it is not accepted, EngineError if the engine thread is gone.
         """
-        if priority == "background" and request.sampling.seed is None and request.sampling.temperature > 0:
-            # it may be interrupted and written again, and must be the same then
-            request = replace(request, sampling=replace(request.sampling, seed=random.getrandbits(63)))
         job = Job(self._take_id(), request, "answer", priority)
         tokens, most = len(request.prompt.ids), request.sampling.max_tokens
         self._submit(job, Submission(job.id, client, tokens, most, priority, self._deadline(deadline_s)))
