@@ -270,6 +270,13 @@ ANSWERS: dict[str, Answer] = {
     "gemma without tags": Answer("gemma", f"call:get_weather{{city:{Q}Zürich{Q}}}", calls=(WEATHER,)),
     "gemma plain quotes": Answer("gemma", '<|tool_call>call:get_weather{city:"Zürich"}<tool_call|>', calls=(WEATHER,)),
     "gemma backticks": Answer("gemma", "<|tool_call>call:get_weather{city:`Zürich`}<tool_call|>", calls=(WEATHER,)),
+    "gemma open string": Answer(
+        "gemma",
+        f"<|tool_call>call:now{{a:{Q}x}}<tool_call|>" + GEMMA,
+        f"<|tool_call>call:now{{a:{Q}x}}<tool_call|>",
+        calls=(WEATHER,),
+        flags=("malformed_tool_call",),
+    ),
     "gemma broken": Answer(
         "gemma",
         "<|tool_call>call:now{a b}<tool_call|> x",

@@ -312,6 +312,60 @@ def test_arguments_may_come_in_any_order_but_none_twice_and_all_required_ones():
     assert not fits("text")
 
 
+@pytest.mark.parametrize(
+    ("schema", "value", "fits"),
+    [
+        ({"type": "string", "pattern": "[0-9]"}, "ab1\nc", True),
+        ({"type": "string", "pattern": "[0-9]"}, "abc", False),
+        ({"type": "string", "pattern": "^a"}, "ab", True),
+        ({"type": "string", "pattern": "^a"}, "ba", False),
+        ({"type": "string", "pattern": "a$"}, "ba", True),
+        ({"type": "string", "pattern": "a$"}, "ab", False),
+        ({"type": "string", "pattern": "^(a|b)$"}, "b", True),
+        ({"type": "string", "pattern": "^(a|b)$"}, "bb", False),
+        ({"type": "string", "pattern": "a|b"}, "xbx", True),
+        ({"type": "string", "minLength": 2, "maxLength": 60}, "ab\n</parameter>\nc", False),
+        ({"type": "string", "minLength": 2, "maxLength": 60}, "ab </parameter>\nc", True),
+        ({"type": "string", "maxLength": 3}, "日本語", True),
+        ({"type": "string", "maxLength": 3}, "日本語!", False),
+        ({"enum": ["a", 5]}, "5", True),
+        ({"enum": ["a", "b"]}, "a", True),
+        ({"enum": ["a", "b"]}, '"a"', False),
+        ({"type": ["integer", "null"]}, "null", True),
+        ({"type": ["integer", "null"]}, "no", False),
+        ({"$ref": "#/$defs/n"}, "-5", False),
+        ({"$ref": "#/$defs/n"}, "5", True),
+        ({"type": "array", "items": {"$ref": "#/$defs/n"}}, "[1, 2]", True),
+        ({"type": "array", "items": {"$ref": "#/$defs/n"}}, "[1, -2]", False),
+        ({"anyOf": [{"type": "string", "maxLength": 1}, {"$ref": "#/$defs/n"}]}, "55", True),
+        ({"anyOf": [{"type": "string", "maxLength": 1}, {"$ref": "#/$defs/n"}]}, "ab", False),
+        ({"title": "anything"}, "{ </parameter>", True),
+        ({"type": "string", "format": "date"}, "2026-12-01", True),
+        ({"type": "string", "format": "date"}, "2026-13-01", False),
+        ({"type": "string", "format": "date-time"}, "2026-12-01T10:00:00Z", True),
+        ({"type": "string", "format": "email"}, "a.b@c-d.org", True),
+        ({"type": "string", "format": "email"}, "a.b@", False),
+        ({"type": "string", "format": "int64"}, "any", True),
+    ],
+)
+def test_raw_values_follow_their_schema(schema, value, fits):
+    tokenizer = tokenizer_of("pocket")
+    tool = {"name": "f", "strict": True, "parameters": o({"x": schema}, additionalProperties=False)}
+    tool["parameters"]["$defs"] = {"n": {"type": "integer", "minimum": 0}}
+    constraint = make_constraint(tokenizer, tool_request=ToolRequest([tool], "f", "qwen-xml"), prompt_end="closed")()
+    text = f"<tool_call>\n<function=f>\n<parameter=x>\n{value}\n</parameter>\n</function>\n</tool_call>"
+
+    def accepted():
+        try:
+            for index in tokenizer.encode(text):
+                constraint.accept(index)
+        except RequestError:
+            return False
+        return True
+
+    assert accepted() == fits
+
+
 @pytest.mark.parametrize("vocabulary", ["small", "pocket"])
 @pytest.mark.parametrize("format", ["qwen-xml", "hermes"])
 @pytest.mark.parametrize("prompt_end", ["open", "closed", "none"])
@@ -493,6 +547,9 @@ def test_bad_requests_are_named(arguments, words):
         o({"x": {"type": "string", "pattern": "^(?=a)b$"}}),
         o({"x": {"not": S}}),
         {"oneOf": [o({"a": S}), o({"b": S})]},
+        o({"x": {"type": "string", "format": "idn-email"}}),
+        {**o({"x": {"$ref": "#/$defs/a"}}), "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 9}}},
+        o({"x": {"anyOf": [{"type": "string", "maxLength": n} for n in range(1000)]}}),
         o({"x": S}, ["y"]),
         o({"a<b": S}),
     ],

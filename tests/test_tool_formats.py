@@ -207,6 +207,13 @@ def test_numbers_keep_their_digits():
         assert ToolCallArguments(0, f'{{"n":{raw}}}') in deltas
 
 
+def test_half_characters_in_json_stay_escaped_so_that_the_answer_can_be_sent():
+    text = '<tool_call>{"name": "edit", "arguments": {"text": "\\ud83d x", "path": "\\ud83d\\ude00"}}</tool_call>'
+    end = read([text], "hermes")[-1]
+    end.arguments.encode()
+    assert json.loads(end.arguments) == {"text": "\ud83d x", "path": "😀"}
+
+
 def test_deep_values_come_back_as_text_without_an_error():
     for depth in (500, 20_000):
         text = '<tool_call>{"name": "now", "arguments": {"a": ' + "[" * depth + "]" * depth + "}}</tool_call>"

@@ -4,14 +4,14 @@ In: tools. Out: `Step`s for `grammar.GrammarConstraint`. Formats with raw values
 arguments may come in any order, none twice, and the call ends only when all required ones are there.
 """
 
+import itertools
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tandem.errors import RequestError
 from tandem.text.masks import Limits, Step
-from tandem.text.schema_grammar import ANY_TEXT, LEADS, json_rule, searched_terminal
+from tandem.text.schema_grammar import ANNOTATING_FORMATS, ANY_TEXT, LEADS, json_rule, regex_terminal, searched_terminal
 from tandem.text.tool_schema import Tool, resolved, types_of
 
 # What a schema of raw arguments may say beside its properties; anything else would not be enforced.
@@ -21,6 +21,16 @@ _ROOT_KEYS = frozenset(
 )
 _ANNOTATIONS = frozenset("title description default examples deprecated readOnly writeOnly $comment".split())
 _STRING_KEYS = frozenset("type pattern minLength maxLength enum const format".split()) | _ANNOTATIONS
+MAX_BRANCHES = 64
+# Shapes of the formats that a raw string can be held to.
+_FORMATS = {
+    "date": "[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])",
+    "time": "([01][0-9]|2[0-3])(:[0-5][0-9]){2}([.][0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])",
+    "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
+    "ipv4": "((25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])[.]){3}(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])",
+    "email": "[A-Za-z0-9_%+-]+([.][A-Za-z0-9_%+-]+)*@([A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?[.])+[A-Za-z]{2,24}",
+}
+_FORMATS["date-time"] = f"{_FORMATS['date']}T{_FORMATS['time']}"
 _KEY = "/[A-Za-z0-9_.-]{1,64}/"  # of an argument that no schema names
 
 
@@ -127,15 +137,21 @@ class RawCalls:
         return f"v{number}", f"v{number}[suffix={_text(self._syntax.after_value)}]: {ANY_TEXT}"
 
     def _value(self, tool: Tool, schema: object, what: str, number: int) -> tuple[str, str]:
-        branches = [self._branch(branch, tool, what) for branch in _branches(schema, tool.parameters)]
+        alternatives = list(
+            itertools.islice(_branches(schema, tool.parameters, self._limits.depth, what), MAX_BRANCHES + 1)
+        )
+        if len(alternatives) > MAX_BRANCHES:
+            raise RequestError(f"{what}: more than {MAX_BRANCHES} alternatives")
+        branches = [self._branch(branch, tool, what) for branch in alternatives]
         if None in branches:
             return self._free(number)
         end, rules, definitions = _text(self._syntax.after_value), [], []
         strings = [body for is_string, body in branches if is_string]
         if strings:
-            hidden = f"~/(.|\\n)*{_regex(self._syntax.after_value)}(.|\\n)*/"
             rules.append(f"S{number}")
-            definitions.append(f"S{number}: (({' | '.join(strings)}) & {hidden}) {end}")
+            definitions.append(
+                f"S{number}: (({' | '.join(strings)}) & {_lines_without(self._syntax.after_value)}) {end}"
+            )
         for index, (is_string, body) in enumerate(branches):
             if not is_string:
                 rules.append(f"j{number}_{index} {end}")
@@ -155,16 +171,30 @@ class RawCalls:
         return False, json_rule(_with_definitions(schema, tool.parameters), self._limits, what)
 
 
-def _branches(schema: object, root: object) -> list[Mapping[str, object]]:
-    """The alternatives of a schema: of anyOf and oneOf, and of several types."""
+def _branches(schema: object, root: object, depth: int, what: str) -> Iterator[Mapping[str, object]]:
+    """The alternatives of a schema: of anyOf and oneOf, and of several types. Raises RequestError: over the depth."""
+    if depth == 0:
+        raise RequestError(f"{what}: its alternatives are nested too deeply")
     schema = resolved(schema, root)
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), Sequence) and not set(schema) & {"type", "enum", "const", "properties", "allOf"}:
-            return [part for branch in schema[key] for part in _branches(branch, root)]
+            for branch in schema[key]:
+                yield from _branches(branch, root, depth - 1, what)
+            return
     kinds = schema.get("type")
-    if isinstance(kinds, (list, tuple)):
-        return [{**schema, "type": kind} for kind in kinds]
-    return [schema]
+    for branch in [{**schema, "type": kind} for kind in kinds] if isinstance(kinds, (list, tuple)) else [schema]:
+        yield from _by_choices(branch)
+
+
+def _by_choices(schema: Mapping[str, object]) -> list[Mapping[str, object]]:
+    """A schema with `enum` as one for its strings and one for its other values, without those of other types."""
+    choices = _choices(schema)
+    if choices is None:
+        return [schema]
+    bare, kind = {key: value for key, value in schema.items() if key not in ("enum", "const")}, schema.get("type")
+    strings = [choice for choice in choices if isinstance(choice, str)] if kind in (None, "string") else []
+    others = [choice for choice in choices if not isinstance(choice, str)] if kind != "string" else []
+    return [{**bare, "enum": part} for part in (strings, others) if part]
 
 
 def _choices(schema: Mapping[str, object]) -> list[object] | None:
@@ -184,6 +214,10 @@ def _string_terminal(schema: Mapping[str, object], limits: Limits, what: str) ->
         if len(strings) > limits.enum_values or not strings:
             raise RequestError(f"{what}: an enum of {len(strings):,} strings, 1 to {limits.enum_values:,} are allowed")
         parts.append(f"({' | '.join(map(_text, strings))})")
+    if (shape := schema.get("format")) is not None and shape not in ANNOTATING_FORMATS:
+        if shape not in _FORMATS:
+            raise RequestError(f"{what}: the format {str(shape)[:60]!r} cannot be enforced for a string")
+        parts.append(regex_terminal(_FORMATS[shape], limits, what))
     if isinstance(pattern := schema.get("pattern"), str):
         parts.append(searched_terminal(pattern, limits, what))
     low, high = schema.get("minLength", 0), schema.get("maxLength")
@@ -263,5 +297,11 @@ def _text(text: str) -> str:
     return json.dumps(text)
 
 
-def _regex(text: str) -> str:
-    return re.escape(text).replace("/", "\\/").replace("\n", "n").replace("\\\n", "\\n")
+def _lines_without(end: str) -> str:
+    """A terminal of all texts behind which `end` comes at their end only: no line but the first is that of `end`.
+
+    Not said as a complement of the whole text: whether that can still go on is more than the library finds out.
+    """
+    line = end.strip("\n")
+    assert end == f"\n{line}\n" and "\n" not in line
+    return f'(/[^\\n]*/ ("\\n" (/[^\\n]*/ & ~{_text(line)}))*)'

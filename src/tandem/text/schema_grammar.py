@@ -13,7 +13,7 @@ from tandem.errors import RequestError
 from tandem.text.masks import Limits, Step, first_line
 
 # Formats that describe a value for people and programs, and that no validator checks.
-_ANNOTATIONS = frozenset(
+ANNOTATING_FORMATS = frozenset(
     "int32 int64 uint32 uint64 float double decimal number binary byte base64 base64url password path file-path "
     "directory-path textarea color markdown html json json-string phone currency".split()
 )
@@ -115,7 +115,7 @@ def _is_annotation(key: str, value: object, limits: Limits, what: str) -> bool:
         raise RequestError(
             f"{what}: a pattern of {len(value):,} characters, at most {limits.regex_chars:,} are allowed"
         )
-    return key == "format" and isinstance(value, str) and value in _ANNOTATIONS
+    return key == "format" and isinstance(value, str) and value in ANNOTATING_FORMATS
 
 
 def _has_top_level_bar(pattern: str) -> bool:
