@@ -17,13 +17,21 @@ from tandem.serve import models_api
 from tandem.serve.answer import Caller, Update, Written, answer, answers, gathered, new_id
 from tandem.serve.ask import Ask
 from tandem.serve.bodies import (
-    ChatBody, CompletionBody, DetokenizeBody, EmbeddingsBody, MessagesBody, ResponsesBody, TemplateBody, TokenizeBody,
-    decoded, encoded,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingsBody,
+    MessagesBody,
+    ResponsesBody,
+    TemplateBody,
+    TokenizeBody,
+    decoded,
+    encoded,
 )  # fmt: skip
 from tandem.serve.chat import ChatShaper, chat_ask, completion, template_ask
 from tandem.serve.completions import CompletionShaper, completion_asks, text_completion
 from tandem.serve.embeddings import embeddings
-from tandem.serve.errors_api import ApiError, Shape, as_api_error, problem
+from tandem.serve.errors_api import Shape, as_api_error, problem
 from tandem.serve.model import Models, ServedModel
 from tandem.serve.openapi import description
 from tandem.serve.prompt import Prepared, count, prepare, rendered
@@ -55,7 +63,9 @@ class AppSettings:
     public_paths: Sequence[str] = ()
 
 
-def create_app(models: Sequence[ServedModel], settings: AppSettings = AppSettings(), routes: Sequence[BaseRoute] = ()) -> "App":
+def create_app(
+    models: Sequence[ServedModel], settings: AppSettings = AppSettings(), routes: Sequence[BaseRoute] = ()
+) -> "App":
     """The app over these models; routes: of others, behind the same checks."""
     return App(Models(models), settings, routes)
 

@@ -99,7 +99,9 @@ def thinking_of(body: ThinkingFields) -> tuple[Thinking, dict[str, object]]:
     return _combined(switches, effort, budgets), options
 
 
-def anthropic_thinking(options: ThinkingOptions | None, kwargs: Mapping[str, object] | None) -> tuple[Thinking, dict[str, object]]:
+def anthropic_thinking(
+    options: ThinkingOptions | None, kwargs: Mapping[str, object] | None
+) -> tuple[Thinking, dict[str, object]]:
     """As `thinking_of`, of a Messages body."""
     return thinking_of(ThinkingFields(thinking=options, chat_template_kwargs=dict(kwargs) if kwargs else None))
 
@@ -109,13 +111,19 @@ def template_options(options: Mapping[str, object] | None) -> dict[str, object]:
     for name, value in (options or {}).items():
         if name not in TEMPLATE_OPTIONS:
             raise problem("template_option", "chat_template_kwargs", found=name, hint=nearest(name, TEMPLATE_OPTIONS))
-        plain = value is None or isinstance(value, (bool, int, float)) or (isinstance(value, str) and len(value) <= MAX_OPTION_CHARS)
+        plain = (
+            value is None
+            or isinstance(value, (bool, int, float))
+            or (isinstance(value, str) and len(value) <= MAX_OPTION_CHARS)
+        )
         if not plain:
             raise problem("template_value", "chat_template_kwargs", field=name, found=type(value).__name__)
     return {name: value for name, value in (options or {}).items() if value is not None}
 
 
-def form_of(format: ResponseFormat | None, grammar: str | None, regex: str | None, field: str = "response_format") -> TextForm:
+def form_of(
+    format: ResponseFormat | None, grammar: str | None, regex: str | None, field: str = "response_format"
+) -> TextForm:
     """What the text must be. Raises ApiError for unknown types and for two at once."""
     schema = None
     if format is not None and format.type != "text":
@@ -127,7 +135,9 @@ def form_of(format: ResponseFormat | None, grammar: str | None, regex: str | Non
             raise problem("required", field=f"{field}.json_schema.schema")
         if schema is None:
             schema = {"type": "object"}
-    given_names = [name for name, value in ((field, schema), ("grammar", grammar), ("regex", regex)) if value is not None]
+    given_names = [
+        name for name, value in ((field, schema), ("grammar", grammar), ("regex", regex)) if value is not None
+    ]
     if len(given_names) > 1:
         raise problem("two_formats", given_names[1], first=given_names[0], second=given_names[1])
     return TextForm(schema, regex, grammar)
@@ -180,7 +190,9 @@ def _combined(switches: Sequence[object], effort: str | None, budgets: Sequence[
             raise problem("choices", field="enable_thinking", found=repr(value), expected="true or false")
     budget = next((value for value in budgets if value is not None), None)
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < -1):
-        raise problem("number", field="reasoning_budget", found=repr(budget), expected="a whole number of tokens, -1 for no bound")
+        raise problem(
+            "number", field="reasoning_budget", found=repr(budget), expected="a whole number of tokens, -1 for no bound"
+        )
     off = False in switches or effort == "none" or budget == 0
     if off:
         return Thinking(False, 0, None)

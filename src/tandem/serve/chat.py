@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
+from tandem.requests import Piece
 from tandem.serve.answer import Ended, Progress, Whole, Written, extension, logprob_entry, new_id, timings
-from tandem.serve.ask import Ask, choice_of, form_of, sampling_of, template_options, thinking_of
+from tandem.serve.ask import Ask, choice_of, form_of, sampling_of, thinking_of
 from tandem.serve.bodies import CalledFunction, ChatBody, ChatMessage, Part, TemplateBody, encoded
 from tandem.serve.errors_api import ApiError, Shape, problem
 from tandem.serve.prompt import Prepared
-from tandem.requests import Piece
 from tandem.text.tools.deltas import Content, Reasoning, ToolCallArguments, ToolCallStart
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -103,7 +103,10 @@ def called(id: str | None, function: CalledFunction, place: str, at: int) -> dic
     return {
         "id": id or f"call_{at}",
         "type": "function",
-        "function": {"name": function.name, "arguments": parsed_arguments(function.arguments, f"{place}.tool_calls[{at}]", at)},
+        "function": {
+            "name": function.name,
+            "arguments": parsed_arguments(function.arguments, f"{place}.tool_calls[{at}]", at),
+        },
     }
 
 
@@ -119,7 +122,9 @@ def parsed_arguments(arguments: str | dict[str, Any] | None, place: str, index: 
         detail = str(error) if isinstance(error, ValueError) else "nested too deeply"
         raise problem("arguments", field=f"{place}.function.arguments", index=index, detail=detail) from None
     if not isinstance(parsed, dict):
-        raise problem("arguments", field=f"{place}.function.arguments", index=index, detail=f"found {type(parsed).__name__}")
+        raise problem(
+            "arguments", field=f"{place}.function.arguments", index=index, detail=f"found {type(parsed).__name__}"
+        )
     return parsed
 
 

@@ -25,12 +25,16 @@ _string = msgspec.json.Encoder().encode
 def completion_asks(body: CompletionBody, model: ServedModel) -> list[Ask]:
     """One Ask for each prompt. Raises ApiError."""
     if body.suffix:
-        raise problem("not_supported", field="suffix", detail="give the model's own tokens for filling in as a prompt of tokens")
+        raise problem(
+            "not_supported", field="suffix", detail="give the model's own tokens for filling in as a prompt of tokens"
+        )
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise problem("not_supported", field="best_of", detail="it must equal n")
     logprobs = None if body.logprobs is None or body.logprobs is False else int(body.logprobs)
     if body.echo and logprobs is not None:
-        raise problem("not_supported", field="logprobs", detail="with echo there are no log-probabilities of the prompt")
+        raise problem(
+            "not_supported", field="logprobs", detail="with echo there are no log-probabilities of the prompt"
+        )
     forms = [name for name in ("json_schema", "regex", "grammar") if getattr(body, name) is not None]
     if len(forms) > 1:
         raise problem("two_formats", forms[1], first=forms[0], second=forms[1])

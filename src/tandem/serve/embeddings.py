@@ -19,7 +19,9 @@ ENCODINGS = ("float", "base64")
 def embedding_inputs(body: EmbeddingsBody, model: ServedModel) -> list[list[int]]:
     """Token ids of each input, in order. Raises ApiError for empty and over-long ones."""
     if body.encoding_format not in (None, *ENCODINGS):
-        raise problem("choices", field="encoding_format", found=repr(body.encoding_format), expected=" or ".join(ENCODINGS))
+        raise problem(
+            "choices", field="encoding_format", found=repr(body.encoding_format), expected=" or ".join(ENCODINGS)
+        )
     inputs = token_lists(body.input, model.tokenizer, "input", MAX_INPUTS)
     single = isinstance(body.input, str) or len(inputs) == 1
     for at, ids in enumerate(inputs):
@@ -36,7 +38,9 @@ async def embeddings(body: EmbeddingsBody, model: ServedModel, caller: Caller) -
     inputs = await model.threaded(embedding_inputs, body, model)
     data = []
     for at, ids in enumerate(inputs):
-        vector = await model.worker.embed(ids, client=caller.client, priority=caller.priority, deadline_s=caller.deadline_s)
+        vector = await model.worker.embed(
+            ids, client=caller.client, priority=caller.priority, deadline_s=caller.deadline_s
+        )
         if body.dimensions is not None and body.dimensions != len(vector):
             raise problem("dimensions", "dimensions", found=body.dimensions, most=len(vector))
         data.append({"object": "embedding", "index": at, "embedding": _shown(vector, body.encoding_format)})

@@ -61,7 +61,10 @@ TEXTS: dict[str, tuple[str, str]] = {
     "arguments": ("invalid", "{field}: the arguments of call {index} are no JSON object: {detail}"),
     "call": ("invalid", "{field}: found {found}, expected a function with a name and arguments"),
     "template_option": ("invalid", "chat_template_kwargs: the option {found!r} is not allowed{hint}"),
-    "template_value": ("invalid", "chat_template_kwargs.{field}: found {found}, expected true, false, a number or a short string"),
+    "template_value": (
+        "invalid",
+        "chat_template_kwargs.{field}: found {found}, expected true, false, a number or a short string",
+    ),
     "effort": ("invalid", "{field}: found {found!r}, expected one of {expected}"),
     "format": ("invalid", "{field}: found the type {found!r}, expected one of {expected}"),
     "two_formats": ("invalid", "{first} and {second} were both given, at most one of them can be enforced"),
@@ -76,7 +79,10 @@ TEXTS: dict[str, tuple[str, str]] = {
     "embedding_size": ("invalid", "{field}: found {found} tokens, the model {model!r} takes at most {most} at once"),
     "dimensions": ("invalid", "dimensions: found {found}, the vectors of this model have {most} numbers"),
     "batch": ("invalid", "{field}: found {found} entries, at most {most} are allowed"),
-    "previous": ("not_found", "previous_response_id: {found!r} is not stored here: it was never, or it was dropped for newer ones"),
+    "previous": (
+        "not_found",
+        "previous_response_id: {found!r} is not stored here: it was never, or it was dropped for newer ones",
+    ),
     "no_response": ("not_found", "no response {found!r} is stored here"),
     "overflow": (
         "overflow",
@@ -220,7 +226,13 @@ _REPLACED = tuple(
 )
 _LAST_RESORT = tuple(
     (re.compile(word, re.IGNORECASE), by)
-    for word, by in (("context", "window"), ("prompt", "text"), ("input", "data"), ("reduce", "cut"), ("too many", "many"))
+    for word, by in (
+        ("context", "window"),
+        ("prompt", "text"),
+        ("input", "data"),
+        ("reduce", "cut"),
+        ("too many", "many"),
+    )
 )
 
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import msgspec
 
+from tandem.requests import GenerationStats
 from tandem.serve.answer import Ended, Progress, Whole, Written, extension, new_id
 from tandem.serve.ask import Ask, anthropic_thinking, choice_of, sampling_of
 from tandem.serve.blocks import Block, BlockWriter
 from tandem.serve.bodies import MessagesBody, Part, encoded
 from tandem.serve.errors_api import ApiError, Shape, problem
 from tandem.serve.prompt import Prepared, strip_killers
-from tandem.requests import GenerationStats
 
 ROLES = ("user", "assistant", "system")
 NO_IMAGE = "[An image was here. This model reads text only.]"
@@ -133,7 +133,11 @@ def _tool(tool: dict[str, Any], at: int) -> dict[str, Any] | None:
         return None
     if not isinstance(tool.get("name"), str) or not tool["name"]:
         raise problem("call", field=f"tools[{at}]", found="no name")
-    function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": tool.get("input_schema") or {}}
+    function = {
+        "name": tool["name"],
+        "description": tool.get("description") or "",
+        "parameters": tool.get("input_schema") or {},
+    }
     if tool.get("strict"):
         function["strict"] = True
     return {"type": "function", "function": function}
@@ -220,7 +224,9 @@ class MessagesShaper(BlockWriter):
         """A signature for thoughts, which clients want to send back, then content_block_stop."""
         signature = b""
         if block.kind == "reasoning":
-            signature = event("content_block_delta", {"index": block.index, "delta": {"type": "signature_delta", "signature": ""}})
+            signature = event(
+                "content_block_delta", {"index": block.index, "delta": {"type": "signature_delta", "signature": ""}}
+            )
         return signature + event("content_block_stop", {"index": block.index})
 
 
@@ -253,7 +259,9 @@ def message(prepared: Prepared, whole: Whole) -> dict[str, Any]:
     if whole.content or not (whole.calls or whole.reasoning):
         content.append({"type": "text", "text": whole.content})
     for call in whole.calls:
-        content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": msgspec.json.decode(call.arguments)})
+        content.append(
+            {"type": "tool_use", "id": call.id, "name": call.name, "input": msgspec.json.decode(call.arguments)}
+        )
     reason, sequence = stop_reason(whole.ended, prepared.request.sampling.stop)
     more = {"tandem": found} if (found := extension(whole.ended)) else {}
     return {

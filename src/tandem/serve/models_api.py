@@ -50,7 +50,9 @@ def ready(models: Models, name: str | None) -> dict[str, Any]:
     for model in [models.find(name)] if name else models.all:
         snapshot = model.worker.snapshot()
         if snapshot.state not in ("loaded", "sleeping"):
-            raise problem("loading", retry_after_s=max(1.0, snapshot.retry_after_s), model=model.name, state=snapshot.state)
+            raise problem(
+                "loading", retry_after_s=max(1.0, snapshot.retry_after_s), model=model.name, state=snapshot.state
+            )
     return {"status": "ready", "models": {model.name: _state(model) for model in models.all}}
 
 
@@ -58,7 +60,16 @@ def props(model: ServedModel) -> dict[str, Any]:
     """What clients of llama-server read, and how recent prompts met the cache. No paths, no prompts."""
     able, snapshot = model.capabilities, model.worker.snapshot()
     sampling = model.sampling(able.supports_reasoning, {})
-    names = ("temperature", "top_k", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+    names = (
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "typical_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+    )
     source = model.template.source or ""
     return {
         "default_generation_settings": {"n_ctx": model.ctx, "params": {name: getattr(sampling, name) for name in names}},
@@ -82,7 +93,9 @@ def props(model: ServedModel) -> dict[str, Any]:
 
 def tokenized(body: TokenizeBody, model: ServedModel) -> dict[str, Any]:
     """Tokens of a text; control tokens written in it are such only if the body says so."""
-    ids = model.tokenizer.encode(body.content, parse_special=bool(body.parse_special), add_special=bool(body.add_special))
+    ids = model.tokenizer.encode(
+        body.content, parse_special=bool(body.parse_special), add_special=bool(body.add_special)
+    )
     if not body.with_pieces:
         return {"tokens": ids}
     return {"tokens": [{"id": token, "piece": _piece(model, token)} for token in ids]}

@@ -56,14 +56,21 @@ def description(posts: Mapping[str, Any]) -> dict[str, Any]:
 def _operation(about: str, path: str, schema: dict[str, Any] | None) -> dict[str, Any]:
     error = "MessagesError" if path.startswith("/v1/messages") else "Error"
     responses: dict[str, Any] = {
-        str(status): {"description": "An error", "content": {"application/json": {"schema": {"$ref": _REF.format(name=error)}}}}
+        str(status): {
+            "description": "An error",
+            "content": {"application/json": {"schema": {"$ref": _REF.format(name=error)}}},
+        }
         for status in _ERRORS
     }
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if schema is not None:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     responses["200"] = {"description": about, "content": content}
-    operation: dict[str, Any] = {"summary": about, "operationId": path.strip("/").replace("/", "_"), "responses": responses}
+    operation: dict[str, Any] = {
+        "summary": about,
+        "operationId": path.strip("/").replace("/", "_"),
+        "responses": responses,
+    }
     if schema is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     return operation

@@ -51,7 +51,9 @@ def prepare(model: ServedModel, ask: Ask) -> Prepared:
         check_fits(model, ask, ask.ids)
     else:
         prompt, end = _encoded(model, ask)
-    thinks = end == "open" or (end == "none" and ask.thinking.enabled is not False and model.capabilities.supports_reasoning)
+    thinks = end == "open" or (
+        end == "none" and ask.thinking.enabled is not False and model.capabilities.supports_reasoning
+    )
     sampling = model.sampling(thinks, ask.sampling)
     for token, _ in sampling.logit_bias:
         if token >= model.tokenizer.vocab_size:

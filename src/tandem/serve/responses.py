@@ -13,7 +13,7 @@ from tandem.serve.ask import Ask, choice_of, form_of, sampling_of, thinking_of
 from tandem.serve.blocks import Block, BlockWriter
 from tandem.serve.bodies import InputItem, Part, ResponsesBody, encoded
 from tandem.serve.chat import function_tools, parsed_arguments, text_of
-from tandem.serve.errors_api import ApiError, KINDS, Shape, problem
+from tandem.serve.errors_api import KINDS, ApiError, Shape, problem
 from tandem.serve.model import ServedModel
 from tandem.serve.prompt import Prepared, count
 
@@ -169,13 +169,21 @@ def _add_to_turn(turn: dict[str, Any], item: InputItem, kind: str, place: str, m
     elif kind == "reasoning":
         parts: Sequence[Part] = item.content if isinstance(item.content, list) else []
         text = item.content if isinstance(item.content, str) else "".join(part.text or "" for part in parts)
-        turn["reasoning_content"] = turn.get("reasoning_content", "") + (text or "".join(p.text or "" for p in item.summary or []))
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + (
+            text or "".join(p.text or "" for p in item.summary or [])
+        )
     else:
         if not item.name:
             raise problem("call", field=place, found="no name")
         calls = turn.setdefault("tool_calls", [])
         arguments = parsed_arguments(item.arguments, place, len(calls))
-        calls.append({"id": item.call_id or item.id or "", "type": "function", "function": {"name": item.name, "arguments": arguments}})
+        calls.append(
+            {
+                "id": item.call_id or item.id or "",
+                "type": "function",
+                "function": {"name": item.name, "arguments": arguments},
+            }
+        )
 
 
 class ResponsesShaper(BlockWriter):
@@ -192,7 +200,9 @@ class ResponsesShaper(BlockWriter):
     def begin(self, progress: Progress | None) -> bytes:
         """response.created and response.in_progress."""
         response = self.response("in_progress")
-        return self._event("response.created", {"response": response}) + self._event("response.in_progress", {"response": response})
+        return self._event("response.created", {"response": response}) + self._event(
+            "response.in_progress", {"response": response}
+        )
 
     def written(self, update: Written) -> bytes:
         """Events of items."""

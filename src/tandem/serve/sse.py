@@ -60,7 +60,11 @@ class EventStream:
     """An ASGI response. Closes the updates, and with them the generation, when the client goes or all is sent."""
 
     def __init__(
-        self, updates: AsyncIterator[Update], shaper: Shaper, timing: StreamTiming, headers: list[tuple[bytes, bytes]] = ()
+        self,
+        updates: AsyncIterator[Update],
+        shaper: Shaper,
+        timing: StreamTiming,
+        headers: list[tuple[bytes, bytes]] = (),
     ):
         self._updates, self._shaper, self._timing = updates, shaper, timing
         self._headers = [*HEADERS, *headers]
