@@ -74,6 +74,7 @@ def write(tokenizer, constraint, seed, max_tokens=500, free=()):
             assert len(choices), "nothing is allowed"
             ends = [index for index in choices if index in tokenizer.eog_ids]
             if ends and rng.random() < 0.5:
+                constraint.accept(ends[0])
                 return ids
             preferred = choices[closing[choices]]
             choices = preferred if len(preferred) and rng.random() < min(0.9, 0.3 + len(ids) / 80) else choices
@@ -84,9 +85,9 @@ def write(tokenizer, constraint, seed, max_tokens=500, free=()):
                 index = close.pop(0)
             else:
                 close = []
-            if index in tokenizer.eog_ids:
-                return ids
         constraint.accept(index)
+        if index in tokenizer.eog_ids:
+            return ids
         ids.append(index)
     return None
 

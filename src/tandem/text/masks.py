@@ -266,7 +266,10 @@ class GrammarConstraint:
         self._written += data
         if matcher.is_stopped():
             self._check()
-            self._enter(self._step.then(self._written))
+            if tokens[-1] in self._compiler.vocabulary.tokenizer.eog_ids:
+                self._ended = True
+            else:
+                self._enter(self._step.then(self._written))
 
     def _check(self) -> None:
         if self._matcher.is_error():
