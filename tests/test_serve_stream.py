@@ -35,7 +35,7 @@ def stream(server, content="Hi", **fields):
 
 
 def text_of(reply, key="content"):
-    return "".join(c["choices"][0]["delta"].get(key) or "" for c in reply.chunks if c["choices"])
+    return "".join(c["choices"][0]["delta"].get(key) or "" for c in reply.chunks if c.get("choices"))
 
 
 def raw_stream(server, body: dict, path="/v1/chat/completions") -> socket.socket:

@@ -10,8 +10,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from tandem.errors import RequestError
 from tandem.requests import GenerationStats, Piece, PrefillStep, StopReason, TokenLogprob
-from tandem.serve.errors_api import ApiError, as_api_error, problem
+from tandem.serve.errors_api import ApiError, as_api_error, overflow, problem
 from tandem.serve.events import Failed, Finished, Generated, Prefilling
 from tandem.serve.prompt import Prepared
 from tandem.text.tokenizer import Tokenizer
@@ -168,7 +169,7 @@ async def answer(prepared: Prepared, caller: Caller, choice: int = 0) -> AsyncIt
             prepared.request, client=caller.client, priority=caller.priority, deadline_s=caller.deadline_s
         )
     except Exception as error:
-        raise _logged(error, caller) from error
+        raise _failure(error, prepared, caller) from error
     async with aclosing(stream) as events:
         async for event in events:
             kind = type(event)
@@ -184,7 +185,7 @@ async def answer(prepared: Prepared, caller: Caller, choice: int = 0) -> AsyncIt
                     yield written
                 yield ended
             elif kind is Failed:
-                raise _logged(event.error, caller)
+                raise _failure(event.error, prepared, caller)
             else:
                 yield Progress(event.step if kind is Prefilling else None)
 
@@ -324,9 +325,17 @@ def _joined(deltas: list[Delta]) -> list[Delta]:
     return joined
 
 
-def _logged(error: Exception, caller: Caller) -> ApiError:
+def _failure(error: Exception, prepared: Prepared, caller: Caller) -> ApiError:
     """The error for the client; what the client is not told goes to the log."""
+    model, ids = prepared.model, prepared.ids
+    if isinstance(error, RequestError) and model.ctx is not None and len(ids) >= model.ctx:
+        # the context was not known yet when the prompt was made
+        return overflow(len(ids), model.ctx, prepared.ask.shape, prepared.ask.prompt_field)
     known = as_api_error(error, caller.id)
-    if known.kind == "internal":
-        _log.error("%s: %s: %s", caller.id, type(error).__name__, error)
+    if known.kind != "internal":
+        return known
+    _log.error("%s: %s: %s", caller.id, type(error).__name__, error)
+    snapshot = model.worker.snapshot()
+    if snapshot.state in ("failed", "loading"):
+        return problem("loading", retry_after_s=max(1.0, snapshot.retry_after_s), model=model.name, state=snapshot.state)
     return known

@@ -113,7 +113,7 @@ class App:
             await self._route(scope, receive, send, headers, request_id)
         except Exception as error:
             known = as_api_error(error, request_id)
-            if known.kind == "internal":
+            if known is not error and known.kind == "internal":
                 _log.error("%s: %s", request_id, type(error).__name__, exc_info=error)
             if not began():
                 extra = known.headers() | ({"connection": "close"} if self._is_stopping() else {})
