@@ -270,3 +270,17 @@ def test_time_grows_with_the_length_and_not_faster(format, unit):
 def test_fixtures_cover_every_format():
     assert {answer.format for answer in ANSWERS.values()} == set(FORMATS)
     assert all(isinstance(answer, Answer) for answer in ANSWERS.values())
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_many_answers_at_once_are_read_as_one(format):
+    answers = [answer for answer in ANSWERS.values() if answer.format == format]
+    answers = [answers[index % len(answers)] for index in range(32)]
+    parsers = [AnswerParser(format, TOOLS, answer.prompt_end) for answer in answers]
+    deltas = [[] for _ in answers]
+    for place in range(max(len(answer.text) for answer in answers)):
+        for index, answer in enumerate(answers):
+            deltas[index] += parsers[index].push(answer.text[place : place + 1])
+    for index, answer in enumerate(answers):
+        deltas[index] += parsers[index].finish("eos")
+        assert summary(deltas[index]) == summary(read([answer.text], format, answer.prompt_end))

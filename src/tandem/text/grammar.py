@@ -6,6 +6,7 @@ Everything is compiled under limits when the factory is made, so what cannot be 
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ __all__ = ["Limits", "forced_tool", "make_constraint"]
 # Text that is no call where calls begin with a brace.
 _NO_OBJECT = "start: /[^{ \\t\\r\\n](.|\\n)*/"
 MAX_KEPT = 16  # requests whose compiled grammars are kept: clients send the same tools again and again
+_LOCK = threading.Lock()
 _CHOICES = ("auto", "none", "required")
 
 
@@ -65,9 +67,10 @@ def make_constraint(
         return made
     made = _made(tokenizer, *asked)
     if kept is not None:
-        while len(kept) >= MAX_KEPT:
-            kept.pop(next(iter(kept)), None)
-        kept[key] = made
+        with _LOCK:
+            while len(kept) >= MAX_KEPT:
+                del kept[next(iter(kept))]
+            kept[key] = made
     return made
 
 
