@@ -202,17 +202,17 @@ def decode_round(runner: Runner, decoders: Sequence[Decoder]) -> None:
     for decoder, part, (source, _, _), tokens in zip(running, parts, plan, drafts, strict=True):
         rows_of_it = slice(at, at + len(part.tokens))
         accepted = decoder.verify(tokens, logits[rows_of_it])
-        decoder.session.keep(part, accepted + 1, lambda here=rows_of_it: runner.hidden()[here])
+        follow = None if decoder.guard.asleep else lambda here=rows_of_it: runner.hidden()[here]
+        decoder.session.keep(part, accepted + 1, follow)
         decoder.told(source, len(tokens), accepted)
         outcomes.append((accepted + 1, len(tokens)))
         at = rows_of_it.stop
     end = time.perf_counter()
     chain = max((len(t) for t, (s, _, _) in zip(drafts, plan, strict=True) if s in ("mtp", "model")), default=0)
     costs.tell(len(logits), end - drafted, chain, drafted - begin)
-    plain_s = costs.round_s(len(running), 0)
     for decoder, (tokens, drafted_of_it) in zip(running, outcomes, strict=True):
-        if decoder.sources:
-            decoder.guard.tell(tokens, drafted_of_it, end - begin, plain_s)
+        if drafted_of_it:
+            decoder.guard.tell(tokens, end - begin, costs.round_s(len(running), 0))
         counts = decoder.counts
         counts.draft_s += drafted - begin
         counts.pass_s += passed - drafted

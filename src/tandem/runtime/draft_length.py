@@ -6,13 +6,13 @@ Pure arithmetic. In: outcomes and seconds of past rounds. Out: numbers of drafts
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 
 MAX_DRAFTS = 7  # with the token before them, the most rows that a step computes exactly
 _MEMORY = 24  # rounds after which an outcome has lost most of its weight
 _RECENT = 9  # timings kept of each kind
 _WARM_UP = 3  # plain rounds before the first draft: they measure what a round without drafts costs
 _SHORTEST_REST, _LONGEST_REST = 16, 512  # rounds without drafts before one draft is tried again
+_WAKE_BEFORE = 32  # rounds before that trial from which on the drafting pass follows the text again
 _TRIALS = 3  # rounds of such a trial
 _LOSS_ALLOWED = 0.01  # of the time spent: more than this behind plain decoding, no more trials
 
@@ -66,18 +66,24 @@ class RoundCosts:
         return self._pass_s(rows) + self._draft_s(chain)
 
     def _pass_s(self, rows: int) -> float:
+        if rows in self._passes:
+            return _median(self._passes[rows])
         tried = [r for r in self._passes if r <= rows] or list(self._passes)
-        return median(self._passes[max(tried)]) if tried else 1.0
+        return _median(self._passes[max(tried)]) if tried else 1.0
 
     def _draft_s(self, chain: int) -> float:
         if not chain:
             return 0.0
         if chain in self._drafts:
-            return median(self._drafts[chain])
+            return _median(self._drafts[chain])
         if not self._drafts:
             return 0.05 * self._pass_s(1) * chain
         nearest = min(self._drafts, key=lambda known: abs(known - chain))
-        return median(self._drafts[nearest]) * chain / nearest
+        return _median(self._drafts[nearest]) * chain / nearest
+
+
+def _median(values: deque[float]) -> float:
+    return sorted(values)[len(values) // 2]
 
 
 @dataclass(frozen=True)
@@ -117,10 +123,15 @@ class DraftGuard:
         self._spent_s = self._plain_s = 0.0
         self._rest, self._next_rest, self._trials = 0, _SHORTEST_REST, 0
 
-    def tell(self, tokens: int, drafted: int, spent_s: float, plain_s: float) -> None:
-        """One round of one sequence: its tokens and seconds, and the seconds of a plain round."""
-        self._spent_s += spent_s if drafted else plain_s
+    def tell(self, tokens: int, spent_s: float, plain_s: float) -> None:
+        """One round with drafts of one sequence: its tokens and seconds, and the seconds of a plain round."""
+        self._spent_s += spent_s
         self._plain_s += tokens * plain_s
+
+    @property
+    def asleep(self) -> bool:
+        """Whether drafts that cost passes are so far away that nothing needs to follow the text for them."""
+        return self._rest > _WAKE_BEFORE
 
     def resting(self) -> bool:
         """Whether this round goes without drafts that cost passes; asked once a round."""

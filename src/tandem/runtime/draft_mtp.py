@@ -53,7 +53,7 @@ class DraftHead:
         if self.whole:
             return
         slot = self._slot[token]
-        self.coverage += 0.05 * ((slot >= 0) - self.coverage)
+        self.coverage += 0.05 * ((1.0 if slot >= 0 else 0.0) - self.coverage)
         if slot < 0:
             self._take_in(np.array([token]))
         else:
@@ -194,6 +194,10 @@ class MtpDraft:
             tokens, hidden = self._tokens[-KEPT:], np.concatenate(self._hidden)[-KEPT:]
             self._begin_at(self.known - KEPT)
             self._tokens, self._hidden = tokens, [hidden]
+
+    def pass_over(self) -> None:
+        """The trunk has run tokens that this block will not see."""
+        self.last_hidden = None
 
     def cut(self, length: int, hidden: np.ndarray | None) -> None:
         """The sequence now has `length` tokens; hidden: state of the last one, None if it is not known."""

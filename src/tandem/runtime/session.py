@@ -145,15 +145,18 @@ class Session:
         self._interrupted = True  # state and tokens are at odds until `keep`
         return Part(self.state, tokens, len(self.tokens), tentative)
 
-    def keep(self, part: Part, count: int, hidden: Callable[[], np.ndarray]) -> None:
+    def keep(self, part: Part, count: int, hidden: Callable[[], np.ndarray] | None) -> None:
         """After the step: the first `count` tokens of the part are the timeline's, the others never were.
 
-        hidden: gives the part's rows of the step's hidden states, asked for only if something follows them.
+        hidden: gives the part's rows of the step's hidden states, asked for only if the MTP block follows; None: it does
+        not follow this step.
         """
         if part.tentative:
             self.state.accept(count)
         kept = part.tokens[:count]
-        if self.mtp and count:
+        if self.mtp and count and hidden is None:
+            self.mtp.pass_over()
+        elif self.mtp and count:
             self.mtp.follow(part.start_pos, kept, hidden())
         self.tokens.extend(kept)
         self._interrupted = False
