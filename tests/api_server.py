@@ -23,7 +23,9 @@ NAME = "pocket"
 class ApiServer:
     """Runs the app in a thread. `script` may be changed between requests: a text, a Script, or a function of a request."""
 
-    def __init__(self, settings: AppSettings | None = None, offer: Offer | None = None, make_batch=None, limits=None, **batch):
+    def __init__(
+        self, settings: AppSettings | None = None, offer: Offer | None = None, make_batch=None, limits=None, **batch
+    ):
         self.script: Any = "Hello there."
         self.batch: FakeBatch | None = None
         self._batch_options = {"ctx": 4096, **batch}

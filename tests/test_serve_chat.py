@@ -27,7 +27,9 @@ def prompt_of(server) -> str:
 
 
 def test_check_1_unknown_fields_are_ignored(server):
-    reply = server.chat("Hi", store=False, service_tier="auto", prompt_cache_key="k", metadata={"a": "b"}, parallel_tool_calls=True)
+    reply = server.chat(
+        "Hi", store=False, service_tier="auto", prompt_cache_key="k", metadata={"a": "b"}, parallel_tool_calls=True
+    )
     assert reply.status == 200 and reply.json["choices"][0]["message"]["content"] == "Hello there."
 
 
@@ -138,18 +140,33 @@ def test_a_call_that_was_cut_off_is_shown_as_text_and_is_no_call(server):
 
 
 def test_check_12_a_schema_constrains_and_one_that_cannot_be_compiled_is_refused(server):
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     server.script = '{"a": 5}'
     server.chat("Hi", response_format=format)
     assert server.batch.opened[-1].constraint is not None
     server.chat("Hi", response_format={"type": "json_object"})  # the scripted engine's tokens fit no grammar
     assert server.batch.opened[-1].constraint is not None
-    bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "properties": {"a": {"$ref": "http://x/y"}}}}}
+    bad = {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "schema": {"type": "object", "properties": {"a": {"$ref": "http://x/y"}}}},
+    }
     assert server.chat("Hi", response_format=bad).status == 400
-    for fields in ({"response_format": {"type": "yaml"}}, {"grammar": "start: (", "regex": None}, {"regex": "("}, {"regex": "a", "grammar": "start: \"a\""}):
+    for fields in (
+        {"response_format": {"type": "yaml"}},
+        {"grammar": "start: (", "regex": None},
+        {"regex": "("},
+        {"regex": "a", "grammar": 'start: "a"'},
+    ):
         assert server.chat("Hi", **fields).status == 400, fields
-    assert server.chat("Hi", response_format={"type": "text"}).status == 200 and server.batch.opened[-1].constraint is None
+    assert (
+        server.chat("Hi", response_format={"type": "text"}).status == 200 and server.batch.opened[-1].constraint is None
+    )
 
 
 def test_check_13_reasoning_has_its_own_field_in_and_out(server):
@@ -268,7 +285,7 @@ def test_check_20_bad_bodies_are_400_and_name_the_field(server, body):
 
 
 def test_check_26_text_comes_through_unchanged(server):
-    server.script = text = "👩‍👩‍👧‍👦 漢字 العربية \u0000 \\ \" \u2028 🇩🇪"
+    server.script = text = '👩‍👩‍👧‍👦 漢字 العربية \u0000 \\ " \u2028 🇩🇪'
     assert server.chat(text).json["choices"][0]["message"]["content"] == text
     assert text in prompt_of(server)
 

@@ -70,8 +70,15 @@ def test_every_error_text_passes_the_lint_as_it_is_unless_it_means_overflow(name
         assert bool(lint(filled)) == (kind == "overflow"), lint(filled)
 
 
-@given(st.lists(st.sampled_from("prompt context token tokens request input limit exceeds exceed exceeded over too long large many "
-                                "maximum max_tokens of the 5 : , length reduce greater than window overflow x".split()), max_size=14))
+@given(
+    st.lists(
+        st.sampled_from(
+            "prompt context token tokens request input limit exceeds exceed exceeded over too long large many "
+            "maximum max_tokens of the 5 : , length reduce greater than window overflow x".split()
+        ),
+        max_size=14,
+    )
+)
 @settings(max_examples=400, deadline=None)
 def test_no_text_of_other_folders_is_taken_for_an_overflow(words):
     assert not lint(ApiError("invalid", " ".join(words)).message)
@@ -123,9 +130,16 @@ def test_check_35_overflow_is_told_by_all_signals_before_the_first_byte(server):
     for stream in (True, False):
         reply = server.chat(messages, stream=stream)
         error = reply.error
-        assert reply.status == 400 and error["code"] == "context_length_exceeded" and error["type"] == "exceed_context_size_error"
+        assert (
+            reply.status == 400
+            and error["code"] == "context_length_exceeded"
+            and error["type"] == "exceed_context_size_error"
+        )
         assert error["n_ctx"] == 4096 and error["n_prompt_tokens"] > 6000 and error["param"] == "messages"
-        assert f"request ({error['n_prompt_tokens']} tokens) exceeds the available context size (4096 tokens)" in error["message"]
+        assert (
+            f"request ({error['n_prompt_tokens']} tokens) exceeds the available context size (4096 tokens)"
+            in error["message"]
+        )
         assert error["message"].endswith("maximum context length is 4096 tokens")
     reply = server.request("/v1/messages", {"messages": messages, "max_tokens": 5, "stream": True})
     assert reply.status == 400 and reply.error["type"] == "invalid_request_error"
@@ -150,7 +164,11 @@ def test_an_overflow_found_by_the_engine_is_told_in_the_same_way():
 
 def test_check_38_errors_of_ours_are_json_without_traceback_and_path(server):
     server.script = Script(open_error=ValueError("secret /home/me/model.gguf"))
-    for path, body in (("/v1/chat/completions", {}), ("/v1/messages", {"max_tokens": 9}), ("/v1/responses", {"input": "x"})):
+    for path, body in (
+        ("/v1/chat/completions", {}),
+        ("/v1/messages", {"max_tokens": 9}),
+        ("/v1/responses", {"input": "x"}),
+    ):
         reply = server.request(path, {"messages": [{"role": "user", "content": "Hi"}], **body})
         assert reply.status == 500 and reply.headers["content-type"] == "application/json"
         assert b"secret" not in reply.data and b"home" not in reply.data and b"Traceback" not in reply.data
@@ -189,7 +207,10 @@ def test_check_41_models_are_listed_with_what_clients_want_to_know(server):
 
 
 def test_check_42_health_ready_and_props(server):
-    assert server.request("/health").json == {"status": "ok", "models": {"pocket": {"state": "loaded", "queued": 0, "running": 0}}}
+    assert server.request("/health").json == {
+        "status": "ok",
+        "models": {"pocket": {"state": "loaded", "queued": 0, "running": 0}},
+    }
     assert server.request("/ready?model=pocket").status == 200 and server.request("/ready?model=x").status == 404
     props = server.request("/props?autoload=false").json
     assert props["default_generation_settings"]["n_ctx"] == 4096 and props["total_slots"] == 8
@@ -247,7 +268,9 @@ def test_completions_continue_texts_and_tokens(server):
     both = server.request("/v1/completions", {"prompt": ["a", "b"], "n": 2}).json
     assert [choice["index"] for choice in both["choices"]] == [0, 1, 2, 3]
     assert server.request("/v1/completions", {"prompt": ids}).json["choices"][0]["text"] == "and on"
-    streamed = server.request("/v1/completions", {"prompt": "Once", "stream": True, "stream_options": {"include_usage": True}})
+    streamed = server.request(
+        "/v1/completions", {"prompt": "Once", "stream": True, "stream_options": {"include_usage": True}}
+    )
     assert "".join(c["choices"][0]["text"] for c in streamed.chunks if c["choices"]) == "and on"
     assert streamed.chunks[-1]["usage"]["completion_tokens"] == 2 and streamed.events[-1][1] == "[DONE]"
     for body, field in (({"prompt": "a", "suffix": "b"}, "suffix"), ({"prompt": ""}, "prompt"), ({"prompt": [9999999]}, "prompt"),

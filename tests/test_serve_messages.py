@@ -8,7 +8,11 @@ from fake_batch import BROKEN, Script
 
 from tandem.serve.app import AppSettings
 
-TOOL = {"name": "get_weather", "description": "d", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}
+TOOL = {
+    "name": "get_weather",
+    "description": "d",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
 BILLING = {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=%s;"}
 
 
@@ -34,18 +38,28 @@ def prompt_of(server) -> str:
 
 
 def test_check_50_events_come_in_order_and_arguments_concatenate(server):
-    server.script = Script("Think.</think>\n\nText.\n" + call_text(city="Pa\"ris") + call_text("now"), reused=3)
+    server.script = Script("Think.</think>\n\nText.\n" + call_text(city='Pa"ris') + call_text("now"), reused=3)
     now = {"name": "now", "input_schema": {"type": "object"}}
     events = ask(server, stream=True, tools=[TOOL, now], thinking={"type": "enabled", "budget_tokens": 1000}).events
     assert all(name == data["type"] for name, data in events)
     order = [name for name, _ in events if name not in ("content_block_delta", "ping")]
-    assert order == ["message_start", *["content_block_start", "content_block_stop"] * 4, "message_delta", "message_stop"]
+    assert order == [
+        "message_start",
+        *["content_block_start", "content_block_stop"] * 4,
+        "message_delta",
+        "message_stop",
+    ]
     usage = events[0][1]["message"]["usage"]
     assert usage["input_tokens"] > 0 and usage["cache_read_input_tokens"] == 3
     kinds = [data["content_block"]["type"] for name, data in events if name == "content_block_start"]
     assert kinds == ["thinking", "text", "tool_use", "tool_use"]
-    pieces = ["".join(d["delta"].get("partial_json", "") for n, d in events if n == "content_block_delta" and d["index"] == at) for at in (2, 3)]
-    assert [json.loads(piece) for piece in pieces] == [{"city": "Pa\"ris"}, {}]
+    pieces = [
+        "".join(
+            d["delta"].get("partial_json", "") for n, d in events if n == "content_block_delta" and d["index"] == at
+        )
+        for at in (2, 3)
+    ]
+    assert [json.loads(piece) for piece in pieces] == [{"city": 'Pa"ris'}, {}]
     assert events[-2][1]["delta"]["stop_reason"] == "tool_use"
     final = events[-2][1]["usage"]
     assert final["input_tokens"] + final["cache_read_input_tokens"] == len(server.batch.opened[-1].prompt.ids)
@@ -54,7 +68,11 @@ def test_check_50_events_come_in_order_and_arguments_concatenate(server):
 
 @pytest.mark.parametrize(
     ("fields", "reason", "sequence"),
-    [({}, "end_turn", None), ({"max_tokens": 1}, "max_tokens", None), ({"stop_sequences": ["ere"]}, "stop_sequence", "ere")],
+    [
+        ({}, "end_turn", None),
+        ({"max_tokens": 1}, "max_tokens", None),
+        ({"stop_sequences": ["ere"]}, "stop_sequence", "ere"),
+    ],
 )
 def test_check_50_stop_reasons(server, fields, reason, sequence):
     reply = ask(server, **fields).json
@@ -73,7 +91,11 @@ def test_check_51_thinking_has_a_signature_and_comes_back(server):
     result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "R"}]}
     back = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": [*content, use]}, result]
     assert ask(server, back).status == 200 and "<think>\nThink.\n</think>\n\nText." in prompt_of(server)
-    redacted = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, use]}, result]
+    redacted = [
+        {"role": "user", "content": "Q"},
+        {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, use]},
+        result,
+    ]
     assert ask(server, redacted).status == 200
 
 
@@ -95,17 +117,29 @@ def test_check_52_counted_tokens_are_those_of_the_prompt(server):
 
 def test_check_53_cache_marks_change_nothing_and_the_billing_header_is_gone(server):
     def system(mark: str) -> list:
-        return [{"type": "text", "text": BILLING["text"] % mark}, {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
+        return [
+            {"type": "text", "text": BILLING["text"] % mark},
+            {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}},
+        ]
 
     prompts = []
     for mark in ("aaa", "bbb"):
-        ask(server, [{"role": "user", "content": [{"type": "text", "text": "Q", "cache_control": {"type": "ephemeral"}}]}], system=system(mark))
+        ask(
+            server,
+            [{"role": "user", "content": [{"type": "text", "text": "Q", "cache_control": {"type": "ephemeral"}}]}],
+            system=system(mark),
+        )
         prompts.append(server.batch.opened[-1].prompt.ids)
     ask(server, "Q", system="Be brief.")
     assert prompts[0] == prompts[1] == server.batch.opened[-1].prompt.ids
     ask(server, "Q", system="x-anthropic-billing-header: cch=ccc;\nBe brief.")
     assert server.batch.opened[-1].prompt.ids == prompts[0]
-    server.chat([{"role": "system", "content": "x-anthropic-billing-header: cch=d;\nBe brief."}, {"role": "user", "content": "Q"}])
+    server.chat(
+        [
+            {"role": "system", "content": "x-anthropic-billing-header: cch=d;\nBe brief."},
+            {"role": "user", "content": "Q"},
+        ]
+    )
     assert server.batch.opened[-1].prompt.ids == prompts[0]
 
 
@@ -118,7 +152,11 @@ def test_check_54_results_of_tools_may_be_lists_errors_and_images(server):
         {"type": "tool_result", "tool_use_id": "t2"},
         {"type": "text", "text": "Go on."},
     ]
-    messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": use}, {"role": "user", "content": results}]
+    messages = [
+        {"role": "user", "content": "Q"},
+        {"role": "assistant", "content": use},
+        {"role": "user", "content": results},
+    ]
     assert ask(server, messages).status == 200
     prompt = prompt_of(server)
     assert "one[An image was here" in prompt and "Error: broken" in prompt and "user\nGo on." in prompt
@@ -132,7 +170,11 @@ def test_a_last_message_of_the_assistant_is_the_beginning_of_the_answer(server):
 
 
 def test_tool_choices_of_this_api(server):
-    for choice, forced in (({"type": "any"}, True), ({"type": "tool", "name": "get_weather"}, True), ({"type": "auto"}, False)):
+    for choice, forced in (
+        ({"type": "any"}, True),
+        ({"type": "tool", "name": "get_weather"}, True),
+        ({"type": "auto"}, False),
+    ):
         ask(server, tools=[TOOL], tool_choice=choice)
         assert (server.batch.opened[-1].constraint is not None) == forced
     assert ask(server, tools=[TOOL], tool_choice={"type": "tool", "name": "x"}).status == 400
@@ -142,7 +184,11 @@ def test_tool_choices_of_this_api(server):
 def test_errors_have_this_apis_shape(server):
     for body in (b"{", b'{"messages": []}', b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}'):
         reply = server.request("/v1/messages", body)
-        assert reply.status == 400 and set(reply.json) == {"type", "error"} and reply.error["type"] == "invalid_request_error"
+        assert (
+            reply.status == 400
+            and set(reply.json) == {"type", "error"}
+            and reply.error["type"] == "invalid_request_error"
+        )
     assert ask(server, model="x").error["type"] == "not_found_error"
     server.script = Script("Hello there, this goes on.", decode_error=BROKEN, error_at=3)
     name, data = ask(server, stream=True).events[-1]

@@ -9,7 +9,11 @@ from fake_batch import BROKEN, Script
 from tandem.serve.app import AppSettings
 from tandem.serve.responses import ResponseStore
 
-TOOL = {"type": "function", "name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+TOOL = {
+    "type": "function",
+    "name": "get_weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +51,19 @@ def test_check_44_events_come_in_order_with_rising_numbers_and_no_done(server):
 
 def test_check_45_calls_are_items_and_their_results_come_back(server):
     server.script = call_text(city="Paris")
-    tools = [TOOL, {"type": "web_search"}, {"type": "custom", "name": "patch"}, {"type": "namespace", "name": "x", "tools": []}]
+    tools = [
+        TOOL,
+        {"type": "web_search"},
+        {"type": "custom", "name": "patch"},
+        {"type": "namespace", "name": "x", "tools": []},
+    ]
     first = ask(server, tools=tools).json
     item = first["output"][0]
-    assert (item["type"], item["name"], json.loads(item["arguments"])) == ("function_call", "get_weather", {"city": "Paris"})
+    assert (item["type"], item["name"], json.loads(item["arguments"])) == (
+        "function_call",
+        "get_weather",
+        {"city": "Paris"},
+    )
     assert item["call_id"] and first["status"] == "completed"
     assert len(first["tandem"]["warnings"]) == 3 and "web_search" in first["tandem"]["warnings"][0]
     server.script = "Sunny."
@@ -68,7 +81,12 @@ def test_check_46_reasoning_is_an_item_in_and_out(server):
     output = events[-1][1]["response"]["output"]
     assert [item["type"] for item in output] == ["reasoning", "message"]
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
-    back = [{"role": "user", "content": "Q"}, *output, call, {"type": "function_call_output", "call_id": "c", "output": "R"}]
+    back = [
+        {"role": "user", "content": "Q"},
+        *output,
+        call,
+        {"type": "function_call_output", "call_id": "c", "output": "R"},
+    ]
     assert ask(server, back).status == 200
     assert "<think>\nThink hard.\n</think>\n\nText.\n\n<tool_call>" in prompt_of(server), "one turn of the assistant"
     summary = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Short."}], "encrypted_content": "x"}
@@ -134,7 +152,11 @@ def test_a_failure_in_the_middle_is_response_failed(server):
 
 
 def test_instructions_and_a_developer_message_are_one_system_message(server):
-    ask(server, [{"role": "developer", "content": [{"type": "input_text", "text": "Two."}]}, {"role": "user", "content": "Q"}], instructions="One.")
+    ask(
+        server,
+        [{"role": "developer", "content": [{"type": "input_text", "text": "Two."}]}, {"role": "user", "content": "Q"}],
+        instructions="One.",
+    )
     assert prompt_of(server).startswith("<|im_start|>system\nOne.\n\nTwo.<|im_end|>")
 
 
@@ -149,7 +171,9 @@ def test_silence_is_broken_by_real_events_for_clients_that_count_nothing_else(se
 
 
 def test_check_35_truncation_happens_only_if_asked_for_and_says_so(server):
-    turns = [{"role": role, "content": f"{role} {n} " + "word " * 900} for n in range(3) for role in ("user", "assistant")]
+    turns = [
+        {"role": role, "content": f"{role} {n} " + "word " * 900} for n in range(3) for role in ("user", "assistant")
+    ]
     turns.append({"role": "user", "content": "last"})
     assert ask(server, turns).error["code"] == "context_length_exceeded"
     reply = ask(server, turns, truncation="auto", instructions="Stay.")

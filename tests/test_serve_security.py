@@ -23,7 +23,9 @@ def server():
 
 @pytest.fixture(scope="module")
 def locked():
-    settings = AppSettings(api_keys=KEYS, allowed_origins=("https://app.example",), allowed_hosts=("box.local",), patience_s=0.05)
+    settings = AppSettings(
+        api_keys=KEYS, allowed_origins=("https://app.example",), allowed_hosts=("box.local",), patience_s=0.05
+    )
     made = ApiServer(settings)
     yield made
     made.close()
@@ -34,7 +36,11 @@ def test_check_37_every_path_but_health_needs_a_key(locked):
     for path in ("/v1/models", "/props", "/openapi.json", "/nope", "/metrics"):
         assert locked.request(path).status == 401, path
     reply = locked.request("/v1/chat/completions", {"messages": []})
-    assert reply.status == 401 and reply.error["type"] == "authentication_error" and reply.headers["www-authenticate"] == "Bearer"
+    assert (
+        reply.status == 401
+        and reply.error["type"] == "authentication_error"
+        and reply.headers["www-authenticate"] == "Bearer"
+    )
     assert locked.request("/v1/messages", {"messages": []}).error["type"] == "authentication_error"
 
 
@@ -42,7 +48,12 @@ def test_check_37_every_path_but_health_needs_a_key(locked):
 def test_check_37_both_headers_and_all_keys_are_read(locked, key):
     for headers in ({"Authorization": f"Bearer {key}"}, {"authorization": f"bearer  {key}"}, {"x_api_key": key}):
         assert locked.request("/v1/models", **headers).status == 200
-    for headers in ({"Authorization": key}, {"Authorization": f"Basic {key}"}, {"Authorization": "Bearer "}, {"x_api_key": key[:-1]}):
+    for headers in (
+        {"Authorization": key},
+        {"Authorization": f"Basic {key}"},
+        {"Authorization": "Bearer "},
+        {"x_api_key": key[:-1]},
+    ):
         assert locked.request("/v1/models", **headers).status == 401
 
 
@@ -75,7 +86,9 @@ def test_an_address_that_others_reach_needs_a_key():
             check_exposure(host, ())
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost.evil", "", "[::2]:80"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost.evil", "", "[::2]:80"]
+)
 def test_check_62_a_foreign_host_is_403(server, host):
     assert server.request("/v1/models", Host=host).status == 403
     assert server.request("/v1/chat/completions", {"messages": []}, Host=host).status == 403
@@ -91,7 +104,9 @@ def test_check_62_hosts_can_be_allowed(locked):
     assert locked.request("/health", Host="other.local").status == 403
 
 
-@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost.evil", "http://127.0.0.1:1", "file://"])
+@pytest.mark.parametrize(
+    "origin", ["https://evil.example", "null", "http://localhost.evil", "http://127.0.0.1:1", "file://"]
+)
 def test_check_62_a_foreign_origin_gets_nothing(server, origin):
     for method, headers in (("GET", {}), ("OPTIONS", {"Access_Control_Request_Method": "POST"})):
         reply = server.request("/v1/models", method=method, Origin=origin, **headers)
@@ -101,7 +116,9 @@ def test_check_62_a_foreign_origin_gets_nothing(server, origin):
 def test_check_62_the_own_page_and_allowed_origins_work(server, locked):
     assert server.request("/v1/models", Origin=server.url).status == 200
     allowed = {"Origin": "https://app.example"}
-    preflight = locked.request("/v1/chat/completions", method="OPTIONS", Access_Control_Request_Method="POST", **allowed)
+    preflight = locked.request(
+        "/v1/chat/completions", method="OPTIONS", Access_Control_Request_Method="POST", **allowed
+    )
     assert preflight.status == 204 and preflight.headers["access-control-allow-origin"] == "https://app.example"
     reply = locked.request("/v1/models", x_api_key=KEYS[0], **allowed)
     assert reply.status == 200 and reply.headers["access-control-allow-origin"] == "https://app.example"
@@ -166,5 +183,8 @@ def test_check_68_prompts_and_answers_are_in_no_log(server, caplog):
     with caplog.at_level(logging.DEBUG):
         server.chat("heliotrope question")
         server.chat([{"role": "king", "content": "heliotrope"}])
-        server.request("/v1/responses", {"input": [{"type": "odd", "content": "heliotrope"}, {"role": "user", "content": "heliotrope"}]})
+        server.request(
+            "/v1/responses",
+            {"input": [{"type": "odd", "content": "heliotrope"}, {"role": "user", "content": "heliotrope"}]},
+        )
     assert "heliotrope" not in caplog.text

@@ -69,14 +69,16 @@ def test_check_21_the_role_comes_first_and_the_head_is_the_same_in_every_chunk(s
 
 
 def test_checks_22_and_23_parts_of_calls_have_an_index_and_concatenate_to_json(server):
-    server.script = Script("Look:\n" + call_text(city="Pa\"r\\is\nx") + "\n" + call_text("now"), tokens_per_round=3)
+    server.script = Script("Look:\n" + call_text(city='Pa"r\\is\nx') + "\n" + call_text("now"), tokens_per_round=3)
     chunks = stream(server, tools=[tool(), {"type": "function", "function": {"name": "now"}}]).chunks
     deltas = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", ())]
     assert all("index" in delta for delta in deltas)
-    for index, name, arguments in ((0, "get_weather", {"city": "Pa\"r\\is\nx"}), (1, "now", {})):
+    for index, name, arguments in ((0, "get_weather", {"city": 'Pa"r\\is\nx'}), (1, "now", {})):
         mine = [delta for delta in deltas if delta["index"] == index]
         assert mine[0]["id"] and mine[0]["type"] == "function" and mine[0]["function"]["name"] == name
-        assert all(set(delta) == {"index", "function"} and set(delta["function"]) == {"arguments"} for delta in mine[1:])
+        assert all(
+            set(delta) == {"index", "function"} and set(delta["function"]) == {"arguments"} for delta in mine[1:]
+        )
         assert json.loads("".join(delta["function"]["arguments"] for delta in mine)) == arguments
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
@@ -84,14 +86,23 @@ def test_checks_22_and_23_parts_of_calls_have_an_index_and_concatenate_to_json(s
 @pytest.mark.parametrize("fields", [{}, {"max_tokens": 1}, {"stop": ["ere"]}, {"n": 2}, {"tools": [tool()]}])
 def test_check_24_exactly_one_finish_reason(server, fields):
     reply = stream(server, **fields)
-    reasons = [(c["choices"][0]["index"], c["choices"][0]["finish_reason"]) for c in reply.chunks if c["choices"][0]["finish_reason"]]
+    reasons = [
+        (c["choices"][0]["index"], c["choices"][0]["finish_reason"])
+        for c in reply.chunks
+        if c["choices"][0]["finish_reason"]
+    ]
     assert sorted(index for index, _ in reasons) == list(range(fields.get("n", 1)))
     assert reasons[0][1] == ("length" if "max_tokens" in fields else "stop")
     assert reply.events[-1][1] == "[DONE]" and reply.data.count(b"[DONE]") == 1
 
 
 def test_check_25_usage_comes_if_asked_for_and_only_then(server):
-    for options, wanted in ((None, False), ({}, False), ({"include_usage": False}, False), ({"include_usage": True}, True)):
+    for options, wanted in (
+        (None, False),
+        ({}, False),
+        ({"include_usage": False}, False),
+        ({"include_usage": True}, True),
+    ):
         chunks = stream(server, stream_options=options).chunks
         assert any("usage" in chunk for chunk in chunks) == wanted
         if wanted:
@@ -109,9 +120,13 @@ def test_check_27_reasoning_comes_before_content_and_its_tag_does_not_leak(serve
     server.script = "One two.</think>\n\nThree."
     reply = stream(server, enable_thinking=True)
     server.batch.controls = ("<think>", "</think>")
-    kinds = [key for c in reply.chunks for key in c["choices"][0]["delta"] if key != "role" and c["choices"][0]["delta"][key]]
+    kinds = [
+        key for c in reply.chunks for key in c["choices"][0]["delta"] if key != "role" and c["choices"][0]["delta"][key]
+    ]
     assert kinds == sorted(kinds, reverse=True) and set(kinds) == {"reasoning_content", "content"}
-    assert text_of(reply, "reasoning_content") == "One two." and text_of(reply) == "Three." and b"think>" not in reply.data
+    assert (
+        text_of(reply, "reasoning_content") == "One two." and text_of(reply) == "Three." and b"think>" not in reply.data
+    )
 
 
 def test_check_28_an_error_after_the_first_byte_is_an_event_and_no_end(server):
@@ -205,7 +220,9 @@ def test_streams_side_by_side_are_not_mixed(server):
 
     def one(words: int) -> bool:
         reply = stream(server, "w " * words)
-        return text_of(reply).strip() == (f"answer {len(server.model.tokenizer.encode('w ' * words)) + 12} " * 30).strip()
+        return (
+            text_of(reply).strip() == (f"answer {len(server.model.tokenizer.encode('w ' * words)) + 12} " * 30).strip()
+        )
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         lengths = [len(server.model.tokenizer.encode("w " * n)) for n in range(1, 25)]
