@@ -27,6 +27,17 @@ KEY = "k3y-with-enough-characters"
 SECRET = "zebra-crossing-in-my-diary"
 
 
+STARTED: list[subprocess.Popen] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_stays_behind():
+    yield
+    for process in STARTED:
+        if process.poll() is None:
+            process.kill()
+
+
 class Served:
     """A running `tandem serve`; out and err are read as they come."""
 
@@ -35,6 +46,7 @@ class Served:
         environ["XDG_CONFIG_HOME"] = "/nonexistent"
         command = [sys.executable, "-m", "tandem", "serve", "--port", "0", "--ctx", "1024", "--threads", "1", *options]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
+        STARTED.append(self.process)
         self.out, self.err = [], []
         for stream, lines in ((self.process.stdout, self.out), (self.process.stderr, self.err)):
             threading.Thread(target=lambda s=stream, kept=lines: kept.extend(iter(s.readline, "")), daemon=True).start()
