@@ -130,7 +130,7 @@ def draws(rows: int, same: bool) -> list[np.ndarray]:
 
 
 def measure_layer(pool: Pool, layer: str, budget_s: float, memory: str) -> dict[str, float]:
-    """Median time of a step by rows, as multiples of one row's; with even routing over the ratio of distinct experts."""
+    """Median time of a step by rows, as multiples of one row's; even routing over the ratio of distinct experts."""
     hidden, size, inner_type, down_type = LAYERS[layer]
     gate, up = (expert_stack(inner_type, size, hidden, memory) for _ in range(2))
     down = expert_stack(down_type, hidden, size, memory)

@@ -91,7 +91,7 @@ def test_the_sum_over_chosen_experts_equals_the_definition(isa, types):
 
 @pytest.mark.parametrize("routing", ["apart", "shared"])
 @pytest.mark.parametrize(
-    "types", [(Q4_K, Q4_K, Q6_K), (IQ4_XS, IQ4_XS, IQ4_XS), (IQ3_S, IQ3_S, IQ4_XS), (Q3_K,) * 3, (Q8_0,) * 3, (F16,) * 3]
+    "types", [(Q4_K, Q4_K, Q6_K), (IQ4_XS,) * 3, (IQ3_S, IQ3_S, IQ4_XS), (Q3_K,) * 3, (Q8_0,) * 3, (F16,) * 3]
 )
 @pytest.mark.parametrize("isa", AVAILABLE)
 def test_a_row_has_the_same_bits_alone_and_among_up_to_eight(isa, types, routing):

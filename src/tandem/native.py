@@ -7,7 +7,7 @@ from pathlib import Path
 from tandem.errors import NativeError, SettingError, nearest
 from tandem.settings import setting
 
-ISAS = ("scalar", "avx2", "avx512")  # worst to best; avx512 means F, BW, DQ, VL, VBMI and VNNI
+ISAS = ("scalar", "avx2", "avx512")  # worst to best; avx512 means F, BW, DQ, VL, VBMI, VNNI, and GFNI
 LIB_DIR = Path(__file__).parent / "lib"
 
 

@@ -195,7 +195,7 @@ void tandem_pool_run(tandem::Pool* pool, const tandem::Call* calls, int64_t n_ca
     pool->run(calls, n_calls, *step);
 }
 
-// Bit 0: AVX2 + FMA + F16C. Bit 1: AVX-512 F, BW, DQ, VL, VBMI, VNNI.
+// Bit 0: AVX2 + FMA + F16C. Bit 1: AVX-512 F, BW, DQ, VL, VBMI, VNNI and GFNI.
 int32_t tandem_cpu_features() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
@@ -203,7 +203,8 @@ int32_t tandem_cpu_features() {
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) bits |= 1;
     if ((bits & 1) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni"))
+        __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni") &&
+        __builtin_cpu_supports("gfni"))
         bits |= 2;
     return bits;
 #else

@@ -548,8 +548,7 @@ struct IQ4_NL {
     static __m512i codes(const uint8_t* p) { return look_up(grids.iq4nl, two_blocks_of_nibbles<2, 18>(p)); }
     template <class At>
     static void lane_codes(At at, __m512i* q) {
-        lane_nibbles(at, 2, q);
-        for (int u = 0; u < 4; u++) q[u] = look_up(grids.iq4nl_128, q[u]);
+        lane_nibbles(at, 2, grids.iq4nl_128, q);
     }
 #endif
 #if TANDEM_AVX2
@@ -597,7 +596,7 @@ struct IQ4_XS {
         LaneSpan s;
         const __m512i first = _mm512_loadu_si512(p + 8), second = _mm512_loadu_si512(p + 72);
         for (int u = 0; u < 4; u++)
-            s.q[u] = look_up(grids.iq4nl_128, lane_bits(kNibbleGroups, u, first, second, 15));
+            s.q[u] = look_up_low(four_times(grids.iq4nl_128), group_nibbles(u, first, second));
         // Half scale, two high bits of each group's scale, low nibbles.
         alignas(64) static constexpr ScaleTable table =
             scale_table([](int l) { return 4 + l / 4; }, [](int l) { return 4 * (l / 2 % 2); },

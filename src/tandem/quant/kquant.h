@@ -108,7 +108,7 @@ struct Q2_K {
     static LaneSpan lanes(const uint8_t* p) {
         LaneSpan s;
         const __m512i packed = _mm512_loadu_si512(p + 16);
-        for (int u = 0; u < 4; u++) s.q[u] = lane_bits(kTwoBits, u, packed, 3);
+        for (int u = 0; u < 4; u++) s.q[u] = kTwoBits.take(u, packed);
         factors(p, &s.scale, &s.min);
         return s;
     }
@@ -169,7 +169,7 @@ struct Q3_K {
     static LaneSpan lanes(const uint8_t* p) {
         LaneSpan s;
         const __m512i high = load_twice(p), packed = _mm512_loadu_si512(p + 32);
-        for (int u = 0; u < 4; u++) s.q[u] = merge_lane_bits(lane_bits(kTwoBits, u, packed, 3), kBitTo2, u, high, 4);
+        for (int u = 0; u < 4; u++) s.q[u] = _mm512_or_si512(kTwoBits.take(u, packed), kBitTo2.take(u, high));
         // 8 bytes of low nibbles, 4 of two more bits each, at 2 of the 16 loaded (nothing past the block).
         alignas(64) static constexpr ScaleTable table =
             scale_table([](int l) { return 2 + l % 8; }, [](int l) { return 4 * (l / 8); },
@@ -217,7 +217,7 @@ struct Q4_K {
     static LaneSpan lanes(const uint8_t* p) {
         LaneSpan s;
         const __m512i first = _mm512_loadu_si512(p + 16), second = _mm512_loadu_si512(p + 80);
-        for (int u = 0; u < 4; u++) s.q[u] = lane_bits(kNibblePairs, u, first, second, 15);
+        for (int u = 0; u < 4; u++) s.q[u] = kNibblePairs.take(u, first, second);
         lane_scales_and_mins(p, &s);
         return s;
     }
@@ -259,7 +259,7 @@ struct Q5_K {
         const __m512i high = load_twice(p + 16);
         const __m512i first = _mm512_loadu_si512(p + 48), second = _mm512_loadu_si512(p + 112);
         for (int u = 0; u < 4; u++)
-            s.q[u] = merge_lane_bits(lane_bits(kNibblePairs, u, first, second, 15), kBitTo4, u, high, 16);
+            s.q[u] = _mm512_or_si512(kNibblePairs.take(u, first, second), kBitTo4.take(u, high));
         lane_scales_and_mins(p, &s);
         return s;
     }
@@ -312,7 +312,7 @@ struct Q6_K {
         const __m512i first = _mm512_loadu_si512(p), second = _mm512_loadu_si512(p + 64);
         const __m512i high = _mm512_loadu_si512(p + 128);
         for (int u = 0; u < 4; u++)
-            s.q[u] = merge_lane_bits(lane_bits(kNibbleHalves, u, first, second, 15), kTwoBitsTo4, u, high, 48);
+            s.q[u] = _mm512_or_si512(kNibbleHalves.take(u, first, second), kTwoBitsTo4.take(u, high));
         s.scale = factors(p);
         return s;
     }

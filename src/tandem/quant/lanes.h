@@ -40,60 +40,69 @@ inline __attribute__((always_inline)) __m512i constant(__m512i c) {
     return c;
 }
 
-// Which dword of the packed bytes register u takes into lane l, and how far its bits are shifted.
+// Which dword of the packed bytes register u takes into lane l, and which bits of their bytes.
 struct LaneTable {
-    uint32_t dword[4][16], shift[16];
-    __m512i dwords(int u) const { return _mm512_load_si512(dword[u]); }
-    __m512i shifts() const { return _mm512_load_si512(shift); }
+    uint32_t dword[4][16];
+    uint64_t bits[8];  // of two lanes each: the matrix over GF(2) that moves them to their place and drops the others
+    __m512i take(int u, __m512i bytes) const {
+        return chosen(_mm512_permutexvar_epi32(_mm512_load_si512(dword[u]), bytes));
+    }
+    __m512i take(int u, __m512i first, __m512i second) const {
+        return chosen(_mm512_permutex2var_epi32(first, _mm512_load_si512(dword[u]), second));
+    }
+    __m512i chosen(__m512i bytes) const { return _mm512_gf2p8affine_epi64_epi8(bytes, _mm512_load_si512(bits), 0); }
 };
 
-template <class Dword, class Shift>
-constexpr LaneTable lane_table(Dword dword, Shift shift) {
+// `count` bits from bit from(lane) on, moved to bit `to`.
+template <class Dword, class From>
+constexpr LaneTable lane_table(Dword dword, From from, int count, int to) {
     LaneTable t{};
-    for (int l = 0; l < 16; l++) {
+    for (int l = 0; l < 16; l++)
         for (int u = 0; u < 4; u++) t.dword[u][l] = uint32_t(dword(l) + u);
-        t.shift[l] = uint32_t(shift(l)) % 32;
-    }
+    for (int pair = 0; pair < 8; pair++)
+        for (int i = 0; i < count; i++)
+            t.bits[pair] |= uint64_t(1) << (8 * (7 - (to + i)) + from(2 * pair) + i);  // byte 7 - i gives bit i
     return t;
 }
 
 // 32 bytes of nibbles for each two groups of 32: low ones for the first.
 alignas(64) inline constexpr LaneTable kNibblePairs =
-    lane_table([](int l) { return 8 * (l / 4) + 4 * (l % 2); }, [](int l) { return 4 * (l / 2 % 2); });
-// 16 bytes of nibbles for each group of 32: low ones for its first half.
-alignas(64) inline constexpr LaneTable kNibbleGroups =
-    lane_table([](int l) { return 4 * (l / 2); }, [](int l) { return 4 * (l % 2); });
+    lane_table([](int l) { return 8 * (l / 4) + 4 * (l % 2); }, [](int l) { return 4 * (l / 2 % 2); }, 4, 0);
 // 64 bytes of nibbles for each half: low ones for the first 64 values.
-alignas(64) inline constexpr LaneTable kNibbleHalves = lane_table(
-    [](int l) { return 16 * (l / 8) + 8 * (l / 2 % 2) + 4 * (l % 2); }, [](int l) { return 4 * (l / 4 % 2); });
-// 32 bytes of two-bit parts for each half.
+alignas(64) inline constexpr LaneTable kNibbleHalves =
+    lane_table([](int l) { return 16 * (l / 8) + 8 * (l / 2 % 2) + 4 * (l % 2); },
+               [](int l) { return 4 * (l / 4 % 2); }, 4, 0);
+// 32 bytes of two-bit parts for each half, to bit 0 or 4.
 alignas(64) inline constexpr LaneTable kTwoBits =
-    lane_table([](int l) { return 8 * (l / 8) + 4 * (l % 2); }, [](int l) { return 2 * (l / 2 % 4); });
-// The same, rotated so that the two bits come to 4 and 5.
+    lane_table([](int l) { return 8 * (l / 8) + 4 * (l % 2); }, [](int l) { return 2 * (l / 2 % 4); }, 2, 0);
 alignas(64) inline constexpr LaneTable kTwoBitsTo4 =
-    lane_table([](int l) { return 8 * (l / 8) + 4 * (l % 2); }, [](int l) { return 2 * (l / 2 % 4) - 4; });
-// 32 bytes with one bit for each group of 32, rotated to bit 2 or 4.
+    lane_table([](int l) { return 8 * (l / 8) + 4 * (l % 2); }, [](int l) { return 2 * (l / 2 % 4); }, 2, 4);
+// 32 bytes with one bit for each group of 32, to bit 2 or 4.
 alignas(64) inline constexpr LaneTable kBitTo2 =
-    lane_table([](int l) { return 4 * (l % 2); }, [](int l) { return l / 2 - 2; });
+    lane_table([](int l) { return 4 * (l % 2); }, [](int l) { return l / 2; }, 1, 2);
 alignas(64) inline constexpr LaneTable kBitTo4 =
-    lane_table([](int l) { return 4 * (l % 2); }, [](int l) { return l / 2 - 4; });
+    lane_table([](int l) { return 4 * (l % 2); }, [](int l) { return l / 2; }, 1, 4);
 
-inline __m512i keep_constant(__m512i a, int mask) {
-    return _mm512_and_si512(a, constant(_mm512_set1_epi8(char(mask))));
+// 16 bytes of nibbles for each group of 32, low ones for its first half: numbers whose low four bits count.
+struct NibbleGroups {
+    uint32_t dword[4][16], shift[16];
+};
+alignas(64) inline constexpr NibbleGroups kNibbleGroups = [] {
+    NibbleGroups t{};
+    for (int l = 0; l < 16; l++) {
+        for (int u = 0; u < 4; u++) t.dword[u][l] = uint32_t(4 * (l / 2) + u);
+        t.shift[l] = uint32_t(4 * (l % 2));
+    }
+    return t;
+}();
+inline __m512i group_nibbles(int u, __m512i first, __m512i second) {
+    const __m512i own = _mm512_permutex2var_epi32(first, _mm512_load_si512(kNibbleGroups.dword[u]), second);
+    return _mm512_srlv_epi32(own, _mm512_load_si512(kNibbleGroups.shift));
 }
-
-// Bits at shift .. of the dwords that the table names, of 128 or of 64 bytes.
-inline __m512i lane_bits(const LaneTable& t, int u, __m512i first, __m512i second, int mask) {
-    const __m512i own = _mm512_permutex2var_epi32(first, t.dwords(u), second);
-    return keep_constant(_mm512_srlv_epi32(own, t.shifts()), mask);
-}
-inline __m512i lane_bits(const LaneTable& t, int u, __m512i bytes, int mask) {
-    return keep_constant(_mm512_srlv_epi32(_mm512_permutexvar_epi32(t.dwords(u), bytes), t.shifts()), mask);
-}
-// a | the bits of `mask` in the rotated dwords
-inline __m512i merge_lane_bits(__m512i a, const LaneTable& t, int u, __m512i bytes, int mask) {
-    const __m512i own = _mm512_rorv_epi32(_mm512_permutexvar_epi32(t.dwords(u), bytes), t.shifts());
-    return _mm512_ternarylogic_epi32(a, own, constant(_mm512_set1_epi8(char(mask))), 0xf8);
+// Of a table of 16 bytes, by the low four bits.
+inline __m512i look_up_low(__m512i table_64, __m512i codes) { return _mm512_permutexvar_epi8(codes, table_64); }
+inline __m512i four_times(const int8_t* table16) {
+    return constant(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)table16)));
 }
 
 // Small numbers packed in up to 16 bytes, one a lane: byte 0 of a lane is low_at(l) of them, byte 1 is high_at(l).
@@ -179,7 +188,15 @@ template <class At>
 inline void lane_nibbles(At at, int skip, __m512i* q) {
     __m512i packed[2];
     load_sixteens(at, skip, packed);
-    for (int u = 0; u < 4; u++) q[u] = lane_bits(kNibbleGroups, u, packed[0], packed[1], 15);
+    for (int u = 0; u < 4; u++)
+        q[u] = _mm512_and_si512(group_nibbles(u, packed[0], packed[1]), constant(_mm512_set1_epi8(15)));
+}
+
+template <class At>
+inline void lane_nibbles(At at, int skip, const int8_t* table16, __m512i* q) {
+    __m512i packed[2];
+    load_sixteens(at, skip, packed);
+    for (int u = 0; u < 4; u++) q[u] = look_up_low(four_times(table16), group_nibbles(u, packed[0], packed[1]));
 }
 
 // Scale, and bias with has_min, of 8 blocks that begin with them.

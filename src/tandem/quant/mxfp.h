@@ -30,8 +30,7 @@ struct MXFP4 {
     static __m512i codes(const uint8_t* p) { return look_up(grids.e2m1, two_blocks_of_nibbles<1, 17>(p)); }
     template <class At>
     static void lane_codes(At at, __m512i* q) {
-        lane_nibbles(at, 1, q);
-        for (int u = 0; u < 4; u++) q[u] = look_up(grids.e2m1_128, q[u]);
+        lane_nibbles(at, 1, grids.e2m1_128, q);
     }
     static __m256 scales(const uint32_t* firsts) {
         const __m256i codes = _mm256_and_si256(_mm256_loadu_si256((const __m256i*)firsts), _mm256_set1_epi32(0xff));

@@ -13,7 +13,8 @@
 #pragma GCC diagnostic pop
 #endif
 
-#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__) && defined(__AVX512BW__) && defined(__AVX512VL__) && \
+    defined(__GFNI__)
 #define TANDEM_AVX512 1
 #define TANDEM_AVX2 0
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)

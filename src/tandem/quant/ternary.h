@@ -107,7 +107,7 @@ struct TQ2_0 {
     static LaneSpan lanes(const uint8_t* p) {
         LaneSpan s;
         const __m512i packed = _mm512_loadu_si512(p);
-        for (int u = 0; u < 4; u++) s.q[u] = lane_bits(kTwoBits, u, packed, 3);
+        for (int u = 0; u < 4; u++) s.q[u] = kTwoBits.take(u, packed);
         s.scale = half_times_16(p + 64);
         return s;
     }
