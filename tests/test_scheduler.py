@@ -281,6 +281,16 @@ def test_a_long_prompt_does_not_stall_a_running_answer():
     assert sorted(sizes)[len(sizes) // 2] == 128
 
 
+def test_rounds_that_take_no_time_do_not_starve_a_prompt():
+    d = Driver(max_sequences=2)
+    d.submit(1, tokens=10**9)
+    d.until(act.Decode, round_s=0.0)
+    d.submit(2, prompt=200, tokens=10**9)
+    for _ in range(20 * (act.MOST_ROUNDS + 2)):
+        d.step(round_s=0.0)
+    assert d.scheduler.requests[2].done == 200
+
+
 def test_without_running_answers_prompts_go_in_full_chunks():
     d = Driver()
     d.submit(1, prompt=2000)
