@@ -10,6 +10,7 @@ from http.client import HTTPConnection
 from typing import Any
 
 from fake_batch import FakeBatch, Script
+
 from tandem.default_model import default_model
 from tandem.serve.app import AppSettings, create_app
 from tandem.serve.http import HttpLimits, Server
@@ -21,7 +22,7 @@ NAME = "pocket"
 
 
 class ApiServer:
-    """Runs the app in a thread. `script` may be changed between requests: a text, a Script, or a function of a request."""
+    """Runs the app in a thread. `script` may be changed between requests: a text, a Script, or a function of one."""
 
     def __init__(
         self, settings: AppSettings | None = None, offer: Offer | None = None, make_batch=None, limits=None, **batch

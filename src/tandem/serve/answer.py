@@ -25,7 +25,7 @@ _QUEUED_UPDATES = 32  # of several answers to one request, before the reader mus
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks. id: of the request, in logs and errors; client: for the fair queue; deadline_s: from now, None: none."""
+    """Who asks. id: of the request, in logs and errors; client: for the fair queue; deadline_s: from now, or None."""
 
     id: str
     client: str = ""
@@ -337,5 +337,6 @@ def _failure(error: Exception, prepared: Prepared, caller: Caller) -> ApiError:
     _log.error("%s: %s: %s", caller.id, type(error).__name__, error)
     snapshot = model.worker.snapshot()
     if snapshot.state in ("failed", "loading"):
-        return problem("loading", retry_after_s=max(1.0, snapshot.retry_after_s), model=model.name, state=snapshot.state)
+        retry_after_s = max(1.0, snapshot.retry_after_s)
+        return problem("loading", retry_after_s=retry_after_s, model=model.name, state=snapshot.state)
     return known

@@ -303,7 +303,7 @@ async def _nothing() -> AsyncIterator[Update]:
 
 
 def _caller(scope, headers: dict[bytes, bytes], request_id: str, deadline_s: float | None) -> Caller:
-    """Who asks, by session or address; headers may ask for the background and for a shorter deadline. Raises ApiError."""
+    """Who asks, by session or address; headers may ask for the background and a shorter deadline. Raises ApiError."""
     session = headers.get(b"x-claude-code-session-id") or headers.get(b"x-session-id") or b""
     client = session[:64].decode("latin-1") or str((scope.get("client") or ("",))[0])
     priority = headers.get(b"x-tandem-priority", b"interactive").decode("latin-1").lower()

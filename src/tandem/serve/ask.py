@@ -14,12 +14,29 @@ from tandem.serve.errors_api import Shape, problem
 # tokens that each effort allows for reasoning, None: as many as it takes; where the model's template knows efforts
 # itself, they go there and nothing is counted
 EFFORTS: dict[str, int | None] = {
-    "none": 0, "minimal": 256, "low": 2048, "medium": 8192, "high": None, "xhigh": None, "max": None,
-}  # fmt: skip
+    "none": 0,
+    "minimal": 256,
+    "low": 2048,
+    "medium": 8192,
+    "high": None,
+    "xhigh": None,
+    "max": None,
+}
 TEMPLATE_OPTIONS = (
-    "enable_thinking", "thinking", "preserve_thinking", "clear_thinking", "reasoning_effort", "thinking_budget",
-    "add_vision_id", "date_string", "custom_instructions", "model_identity", "builtin_tools", "xml_tools", "python_tools",
-)  # fmt: skip
+    "enable_thinking",
+    "thinking",
+    "preserve_thinking",
+    "clear_thinking",
+    "reasoning_effort",
+    "thinking_budget",
+    "add_vision_id",
+    "date_string",
+    "custom_instructions",
+    "model_identity",
+    "builtin_tools",
+    "xml_tools",
+    "python_tools",
+)
 MAX_OPTION_CHARS = 4096
 FORMATS = ("text", "json_object", "json_schema", "regex", "grammar")
 _RENAMED = {"repeat_penalty": "repetition_penalty"}

@@ -251,7 +251,7 @@ def encoded(value: object) -> bytes:
 
 
 def _validation_problem(message: str) -> ApiError:
-    """msgspec's words with the field first: `Expected `int`, got `str` - at `$.seed`` -> seed: expected int, got str."""
+    """msgspec's words with the field first: `Expected `int`, got `str` - at `$.seed`` -> seed: expected int, ..."""
     words, _, place = message.partition(" - at `$")
     where = re.sub(r"^\.|`$", "", place)
     missing = re.match(r"Object missing required field `(.*)`", words)

@@ -154,9 +154,12 @@ class ChatShaper:
         self._prepared, self._choices, self._usage = prepared, choices, include_usage
         self._logprobs = prepared.request.logprobs is not None
         head = {
-            "id": id or new_id("chatcmpl-"), "object": "chat.completion.chunk", "created": int(time.time()),
-            "model": prepared.model.name, "system_fingerprint": FINGERPRINT,
-        }  # fmt: skip
+            "id": id or new_id("chatcmpl-"),
+            "object": "chat.completion.chunk",
+            "created": int(time.time()),
+            "model": prepared.model.name,
+            "system_fingerprint": FINGERPRINT,
+        }
         self._head = b"data: " + encoded(head)[:-1] + b","
         self._deltas = [self._head + b'"choices":[{"index":%d,"delta":' % choice for choice in range(choices)]
         self._ends: list[Ended] = []
@@ -224,11 +227,15 @@ def completion(prepared: Prepared, wholes: Sequence[Whole]) -> dict[str, Any]:
     """The body of a response that is not streamed."""
     ends = [whole.ended for whole in wholes]
     body = {
-        "id": new_id("chatcmpl-"), "object": "chat.completion", "created": int(time.time()), "model": prepared.model.name,
+        "id": new_id("chatcmpl-"),
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": prepared.model.name,
         "system_fingerprint": FINGERPRINT,
         "choices": [_choice(prepared, at, whole) for at, whole in enumerate(wholes)],
-        "usage": usage_of(ends), "timings": timings(ends[0].stats),
-    }  # fmt: skip
+        "usage": usage_of(ends),
+        "timings": timings(ends[0].stats),
+    }
     if more := extension(ends[0]):
         body["tandem"] = more
     return body

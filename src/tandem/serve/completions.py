@@ -83,9 +83,12 @@ class CompletionShaper:
     def __init__(self, prepared: Prepared, choices: int, include_usage: bool, echo: bool):
         self._prepared, self._choices, self._usage, self._echo = prepared, choices, include_usage, echo
         head = {
-            "id": new_id("cmpl-"), "object": "text_completion", "created": int(time.time()),
-            "model": prepared.model.name, "system_fingerprint": FINGERPRINT,
-        }  # fmt: skip
+            "id": new_id("cmpl-"),
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": prepared.model.name,
+            "system_fingerprint": FINGERPRINT,
+        }
         self._head = b"data: " + encoded(head)[:-1] + b","
         self._offsets = [0] * choices
         self._ends: list[Ended] = []
@@ -139,17 +142,28 @@ def text_completion(prepared: Sequence[Prepared], wholes: Sequence[Sequence[Whol
         for whole in answers:
             asked = one.request.logprobs is not None
             logprobs = logprobs_of(whole.tokens, one.model.tokenizer, 0) if asked else None
-            choices.append({
-                "index": len(choices), "text": prefix + whole.content, "logprobs": logprobs, "finish_reason": whole.ended.finish,
-            })  # fmt: skip
+            choices.append(
+                {
+                    "index": len(choices),
+                    "text": prefix + whole.content,
+                    "logprobs": logprobs,
+                    "finish_reason": whole.ended.finish,
+                }
+            )
     usage = {key: sum(each[key] for each in usages) for key in ("prompt_tokens", "completion_tokens", "total_tokens")}
     for group in ("prompt_tokens_details", "completion_tokens_details"):
         usage[group] = {key: sum(each[group][key] for each in usages) for key in usages[0][group]}
     first = wholes[0][0].ended
     body = {
-        "id": new_id("cmpl-"), "object": "text_completion", "created": int(time.time()), "model": prepared[0].model.name,
-        "system_fingerprint": FINGERPRINT, "choices": choices, "usage": usage, "timings": timings(first.stats),
-    }  # fmt: skip
+        "id": new_id("cmpl-"),
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": prepared[0].model.name,
+        "system_fingerprint": FINGERPRINT,
+        "choices": choices,
+        "usage": usage,
+        "timings": timings(first.stats),
+    }
     return body | ({"tandem": found} if (found := extension(first)) else {})
 
 
@@ -162,9 +176,11 @@ def logprobs_of(pieces: Sequence[Piece], tokenizer: Tokenizer, offset: int) -> d
         offset += len(text)
     tops = [{_token_text(tokenizer, top.token): top.logprob for top in piece.top} for piece in pieces]
     return {
-        "tokens": texts, "token_logprobs": [piece.logprob.logprob for piece in pieces], "top_logprobs": tops,
+        "tokens": texts,
+        "token_logprobs": [piece.logprob.logprob for piece in pieces],
+        "top_logprobs": tops,
         "text_offset": offsets,
-    }  # fmt: skip
+    }
 
 
 def _token_text(tokenizer: Tokenizer, token: int) -> str:

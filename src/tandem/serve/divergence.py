@@ -20,12 +20,19 @@ MIN_SHARED = 16  # prompts that share less have nothing to do with each other
 _REASONS = (
     ("billing header changed", re.compile(r"billing-header|cch=")),
     ("time changed", re.compile(r"\d{1,2}:\d\d(:\d\d)?")),
-    ("date changed", re.compile(r"\d{4}-\d\d?-\d\d?|\d\d?[./]\d\d?[./]\d{2,4}|\b(mon|tues|wednes|thurs|fri|satur|sun)day\b"
-                                r"|\b(jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\b", re.I)),
+    (
+        "date changed",
+        re.compile(
+            r"\d{4}-\d\d?-\d\d?|\d\d?[./]\d\d?[./]\d{2,4}"
+            r"|\b(mon|tues|wednes|thurs|fri|satur|sun)day\b"
+            r"|\b(jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\b",
+            re.I,
+        ),
+    ),
     ("id changed", re.compile(r"[0-9a-f]{8}-?[0-9a-f]{4}|\b(call|req|msg|sess|toolu)[-_]\w+|[0-9a-f]{16,}", re.I)),
     ("tools changed", re.compile(r"\"(parameters|description|input_schema|function)\"|<tools>")),
     ("number changed", re.compile(r"\d+")),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)

@@ -157,9 +157,11 @@ def stop_reason(ended: Ended, stops: Sequence[str]) -> tuple[str, str | None]:
 def usage_of(stats: GenerationStats, output_tokens: int) -> dict[str, int]:
     """Tokens as this API counts them: what came from the cache is not input."""
     return {
-        "input_tokens": max(1, stats.prompt_tokens - stats.reused_tokens), "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": min(stats.reused_tokens, stats.prompt_tokens - 1), "output_tokens": output_tokens,
-    }  # fmt: skip
+        "input_tokens": max(1, stats.prompt_tokens - stats.reused_tokens),
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": min(stats.reused_tokens, stats.prompt_tokens - 1),
+        "output_tokens": output_tokens,
+    }
 
 
 class MessagesShaper(BlockWriter):
@@ -177,13 +179,21 @@ class MessagesShaper(BlockWriter):
         total = len(self._prepared.ids)
         reused = min(progress.step.reused, total - 1) if progress and progress.step else 0
         usage = {
-            "input_tokens": total - reused, "cache_creation_input_tokens": 0, "cache_read_input_tokens": reused,
+            "input_tokens": total - reused,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": reused,
             "output_tokens": 0,
-        }  # fmt: skip
+        }
         message = {
-            "id": self.id, "type": "message", "role": "assistant", "model": self._prepared.model.name, "content": [],
-            "stop_reason": None, "stop_sequence": None, "usage": usage,
-        }  # fmt: skip
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._prepared.model.name,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage,
+        }
         return event("message_start", {"message": message})
 
     def written(self, update: Written) -> bytes:
@@ -265,7 +275,13 @@ def message(prepared: Prepared, whole: Whole) -> dict[str, Any]:
     reason, sequence = stop_reason(whole.ended, prepared.request.sampling.stop)
     more = {"tandem": found} if (found := extension(whole.ended)) else {}
     return {
-        "id": new_id("msg_"), "type": "message", "role": "assistant", "model": prepared.model.name, "content": content,
-        "stop_reason": reason, "stop_sequence": sequence,
-        "usage": usage_of(whole.ended.stats, whole.ended.stats.completion_tokens), **more,
-    }  # fmt: skip
+        "id": new_id("msg_"),
+        "type": "message",
+        "role": "assistant",
+        "model": prepared.model.name,
+        "content": content,
+        "stop_reason": reason,
+        "stop_sequence": sequence,
+        "usage": usage_of(whole.ended.stats, whole.ended.stats.completion_tokens),
+        **more,
+    }

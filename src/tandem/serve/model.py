@@ -5,7 +5,10 @@ for the engine or wakes it: the vocabulary is the server's own copy.
 """
 
 import asyncio
+import threading
 import time
+from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -24,12 +27,14 @@ from tandem.text.tools.formats import Capabilities, capabilities, format_of
 
 Result = TypeVar("Result")
 MAX_NAME_CHARS = 200
+MIN_REMEMBERED_CHARS = 64
 
 
 @dataclass(frozen=True)
 class Offer:
     """How a model is offered. name: its id; aliases: other names for it; ctx: tokens of context, None: as the engine
-    has it once it is loaded; slots: answers at once; profile: of sampling; sampling: defaults over the profile's;
+    has it once it is loaded; slots: answers at once; profile: of sampling; sampling: defaults over the profile's.
+
     thinking: whether the model thinks when a request does not say, None: as its template does; hoist_system: late
     system messages are moved to the front, None: where the template refuses them elsewhere."""
 
@@ -43,14 +48,47 @@ class Offer:
     hoist_system: bool | None = None
 
 
+class RememberedTokens:
+    """A tokenizer that knows long texts again: a conversation that goes on is sent whole each time.
+
+    Keeps at most `most_chars` characters of texts, those used last.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, most_chars: int = 16 << 20):
+        self._tokenizer, self._most, self._chars = tokenizer, most_chars, 0
+        self._kept: OrderedDict[str, array] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text: str, parse_special: bool = False, add_special: bool = False) -> Sequence[int]:
+        """As Tokenizer.encode."""
+        if len(text) < MIN_REMEMBERED_CHARS or parse_special or add_special:
+            return self._tokenizer.encode(text, parse_special=parse_special, add_special=add_special)
+        with self._lock:
+            known = self._kept.get(text)
+            if known is not None:
+                self._kept.move_to_end(text)
+                return known
+        ids = array("i", self._tokenizer.encode(text))
+        with self._lock:
+            if text not in self._kept:
+                self._kept[text] = ids
+                self._chars += len(text)
+            while self._chars > self._most:
+                self._chars -= len(self._kept.popitem(last=False)[0])
+        return ids
+
+
 class ServedModel:
-    """A model that requests can name. Its template runs in a process of its own, its preparation in threads of its own."""
+    """A model that requests can name. Its template runs in a process of its own, preparation in threads of its own."""
 
     def __init__(self, offer: Offer, worker: Worker, metadata: Mapping[str, Any], tokenizer: Tokenizer | None = None):
         """metadata: of the model's file; tokenizer: None makes the file's."""
         self.offer, self.worker, self.metadata = offer, worker, metadata
         self.tokenizer = tokenizer or Tokenizer.from_metadata(metadata)
-        self.template = ChatTemplate.from_metadata(metadata, self.tokenizer)
+        self.template = ChatTemplate.from_metadata(metadata, RememberedTokens(self.tokenizer))
         self.format = format_of(self.template.tool_source or self.template.source, metadata)
         self.created = int(time.time())
         self.recent = RecentPrompts(self.tokenizer)

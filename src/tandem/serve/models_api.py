@@ -32,12 +32,23 @@ def model_entry(model: ServedModel) -> dict[str, Any]:
         status["reason"] = without_paths(snapshot.reason)
     ctx = model.ctx or model.trained_ctx
     return {
-        "id": model.name, "object": "model", "type": "model", "created": model.created, "owned_by": "tandem",
-        "display_name": model.name, "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(model.created)),
-        "aliases": list(model.offer.aliases), "context_length": ctx, "max_model_len": ctx, "max_context_length": model.trained_ctx,
-        "input": ["text"], "output": ["text"], "supports_tools": able.supports_tools and model.format != "none",
-        "reasoning": able.supports_reasoning, "status": status,
-    }  # fmt: skip
+        "id": model.name,
+        "object": "model",
+        "type": "model",
+        "created": model.created,
+        "owned_by": "tandem",
+        "display_name": model.name,
+        "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(model.created)),
+        "aliases": list(model.offer.aliases),
+        "context_length": ctx,
+        "max_model_len": ctx,
+        "max_context_length": model.trained_ctx,
+        "input": ["text"],
+        "output": ["text"],
+        "supports_tools": able.supports_tools and model.format != "none",
+        "reasoning": able.supports_reasoning,
+        "status": status,
+    }
 
 
 def health(models: Models) -> dict[str, Any]:
@@ -72,23 +83,40 @@ def props(model: ServedModel) -> dict[str, Any]:
     )
     source = model.template.source or ""
     return {
-        "default_generation_settings": {"n_ctx": model.ctx, "params": {name: getattr(sampling, name) for name in names}},
-        "total_slots": model.offer.slots, "model_alias": model.name, "chat_template": source,
-        "chat_template_caps": {
-            "supports_tools": able.supports_tools, "supports_tool_calls": able.supports_tools and model.format != "none",
-            "supports_system_role": able.supports_system, "system_first": able.system_first,
-            "supports_parallel_tool_calls": able.supports_tools, "supports_preserve_reasoning": able.keeps_reasoning,
-            "supports_reasoning_effort": "reasoning_effort" in source, "supports_reasoning": able.supports_reasoning,
+        "default_generation_settings": {
+            "n_ctx": model.ctx,
+            "params": {name: getattr(sampling, name) for name in names},
         },
-        "modalities": {"vision": False, "audio": False}, "build_info": f"tandem {tandem.__version__}",
-        "is_sleeping": snapshot.state == "sleeping", "state": snapshot.state,
+        "total_slots": model.offer.slots,
+        "model_alias": model.name,
+        "chat_template": source,
+        "chat_template_caps": {
+            "supports_tools": able.supports_tools,
+            "supports_tool_calls": able.supports_tools and model.format != "none",
+            "supports_system_role": able.supports_system,
+            "system_first": able.system_first,
+            "supports_parallel_tool_calls": able.supports_tools,
+            "supports_preserve_reasoning": able.keeps_reasoning,
+            "supports_reasoning_effort": "reasoning_effort" in source,
+            "supports_reasoning": able.supports_reasoning,
+        },
+        "modalities": {"vision": False, "audio": False},
+        "build_info": f"tandem {tandem.__version__}",
+        "is_sleeping": snapshot.state == "sleeping",
+        "state": snapshot.state,
         "tool_format": model.format,
         "recent_prompts": [
-            {"id": record.id, "at_s": round(record.at_s, 3), "prompt_tokens": record.prompt_tokens, "shared": record.shared,
-             "reused": record.reused, "diverged": record.diverged}
+            {
+                "id": record.id,
+                "at_s": round(record.at_s, 3),
+                "prompt_tokens": record.prompt_tokens,
+                "shared": record.shared,
+                "reused": record.reused,
+                "diverged": record.diverged,
+            }
             for record in reversed(model.recent.records)
         ],
-    }  # fmt: skip
+    }
 
 
 def tokenized(body: TokenizeBody, model: ServedModel) -> dict[str, Any]:

@@ -18,13 +18,17 @@ _READS = {
     "/props": "Context, template and recent prompts of a model",
 }
 _ANTHROPIC = {
-    "type": "object", "required": ["type", "error"],
+    "type": "object",
+    "required": ["type", "error"],
     "properties": {"type": {"const": "error"}, "error": {"type": "object", "required": ["type", "message"]}},
-}  # fmt: skip
+}
 _OPENAI = {
-    "type": "object", "required": ["error"],
-    "properties": {"error": {"type": "object", "required": ["message", "type"], "properties": {"message": {"type": "string"}}}},
-}  # fmt: skip
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {"type": "object", "required": ["message", "type"], "properties": {"message": {"type": "string"}}}
+    },
+}
 
 
 @cache

@@ -1,4 +1,4 @@
-"""From what was asked to what the engine gets: messages in the order that the template takes, tokens, borders, settings.
+"""From what was asked to what the engine gets: messages in the order of the template, tokens, borders, settings.
 
 In: an `Ask` and the model. Out: `Prepared`, with the engine's request. All of it may run on any thread and never
 touches the engine.

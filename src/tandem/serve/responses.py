@@ -258,18 +258,30 @@ class ResponsesShaper(BlockWriter):
         done = status in ("completed", "incomplete")
         effort = self._prepared.ask.thinking.effort if self._prepared else None
         return {
-            "id": self.id, "object": "response", "created_at": self._created, "status": status, "background": False,
-            "error": None, "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "model": self._model.name,
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": self._model.name,
             "output": [block_item(block) for block in self.blocks] if done else [],
-            "parallel_tool_calls": body.parallel_tool_calls is not False, "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": effort, "summary": None}, "store": body.store is not False,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": effort, "summary": None},
+            "store": body.store is not False,
             "temperature": sampling.temperature if sampling else body.temperature,
             "top_p": sampling.top_p if sampling else body.top_p,
             "text": {"format": {"type": body.text.format.type if body.text and body.text.format else "text"}},
-            "tool_choice": body.tool_choice or "auto", "tools": body.tools or [], "truncation": body.truncation or "disabled",
-            "usage": _NO_USAGE if done else None, "metadata": body.metadata or {},
-        } | ({"tandem": more} if more else {})  # fmt: skip
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "truncation": body.truncation or "disabled",
+            "usage": _NO_USAGE if done else None,
+            "metadata": body.metadata or {},
+        } | ({"tandem": more} if more else {})
 
     def opened(self, block: Block) -> bytes:
         """response.output_item.added, and the part of a text."""
@@ -318,9 +330,12 @@ _DELTAS = {
     "call": (b"response.function_call_arguments.delta", b""),
 }
 _NO_USAGE = {
-    "input_tokens": 0, "input_tokens_details": {"cached_tokens": 0}, "output_tokens": 0,
-    "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": 0,
-}  # fmt: skip
+    "input_tokens": 0,
+    "input_tokens_details": {"cached_tokens": 0},
+    "output_tokens": 0,
+    "output_tokens_details": {"reasoning_tokens": 0},
+    "total_tokens": 0,
+}
 
 
 def block_item(block: Block) -> dict[str, Any]:
@@ -328,9 +343,13 @@ def block_item(block: Block) -> dict[str, Any]:
     status = "completed" if block.complete else "incomplete"
     if block.kind == "call":
         return {
-            "id": block.id, "type": "function_call", "call_id": block.call_id, "name": block.name, "arguments": block.text,
+            "id": block.id,
+            "type": "function_call",
+            "call_id": block.call_id,
+            "name": block.name,
+            "arguments": block.text,
             "status": status,
-        }  # fmt: skip
+        }
     if block.kind == "reasoning":
         return {"id": block.id, "type": "reasoning", "summary": [], "content": [_part(block)], "status": status}
     return {"id": block.id, "type": "message", "role": "assistant", "content": [_part(block)], "status": status}

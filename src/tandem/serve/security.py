@@ -22,7 +22,8 @@ def check_exposure(host: str, keys: Sequence[str]) -> None:
     """Raises SettingError if an address that others can reach would be served without a key."""
     if host not in LOOPBACK_HOSTS and not host.startswith("127.") and not keys:
         raise SettingError(
-            f"host {host!r} can be reached from elsewhere, which needs a key: set api_key or api_key_file, or use 127.0.0.1"
+            f"host {host!r} can be reached from elsewhere, which needs a key: set api_key or api_key_file, "
+            "or use 127.0.0.1"
         )
 
 
