@@ -498,7 +498,6 @@ class Scheduler:
         request.queue.remove(request)
         del self.requests[id]
         self._endings.append(Ending(id, cause))
-        self._rest(now)
 
     def _check_reader(self, request: _Request, now: float) -> None:
         request.slow_timer = request.slow_since is not None
@@ -521,11 +520,6 @@ class Scheduler:
         if request.opened_at is not None and request.kind == "answer":
             took_s = now - request.opened_at
             self._service_s = took_s if self._service_s is None else self._service_s + 0.2 * (took_s - self._service_s)
-        self._rest(now)
-
-    def _rest(self, now: float) -> None:
-        if not self.requests:
-            self.life.idle(now)
 
     def _end_waits_for_load(self, now: float) -> None:
         for id in [r.id for r in self.requests.values() if self._load_late_at(r) <= now]:
