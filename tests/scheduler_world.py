@@ -100,7 +100,8 @@ class World:
         if retry_after_s is not None:
             assert retry_after_s > 0
             refused_for_room = not self.stopped and self.now >= self.retry_at
-            assert not refused_for_room or self.waiting[key] * 5 >= self.limits.max_queue, "refused with room"
+            full_at = self.limits.max_queue - max(1, self.limits.max_queue // 16)
+            assert not refused_for_room or self.waiting[key] >= full_at, "refused with room"
             self.count("refused")
             return
         assert not self.stopped

@@ -29,7 +29,7 @@ class FairQueue(Generic[T]):
 
     A client that comes back starts at the least served of those who are waiting, so idle time is no credit. While two
     clients wait, the tokens served to them differ by at most one cost of each (start-time fair queueing).
-    A client may hold at most 16 times the places that are free, so that a single one cannot fill the queue.
+    The last sixteenth of the places is for clients that have none, so that a single one cannot fill the queue.
     """
 
     def __init__(self, places: int):
@@ -48,7 +48,8 @@ class FairQueue(Generic[T]):
     def has_place(self, name: Hashable) -> bool:
         """Whether one more of this client's may be pushed."""
         client = self._clients.get(name)
-        return (len(client.waiting) if client else 0) < 16 * (self.places - self._size)
+        reserved = max(1, self.places // 16) if client and client.waiting else 0
+        return self.places - self._size > reserved
 
     def push(self, item: T, first: bool = False) -> None:
         """Queues the item; first: before its client's others, for one that had been taken already."""
