@@ -11,9 +11,12 @@ import re
 import textwrap
 from collections.abc import Iterator
 
+import exercises
 import smalltalk
+import toolcalls
 
 MAX_SOURCE_LINES, MAX_CHARS = 60, 9000
+SHORT_BODY_LINES, SOLO_BODY_LINES = 8, 25
 Message = dict
 Conversation = dict  # {"messages": [...], "tools": [...] or absent}
 
@@ -56,6 +59,14 @@ def join_names(names: list[str]) -> str:
     return quoted[0] if len(quoted) == 1 else ", ".join(quoted[:-1]) + " and " + quoted[-1]
 
 
+def _does_nothing(statement: ast.stmt) -> bool:
+    """pass, `...`, a docstring, or raise NotImplementedError."""
+    if isinstance(statement, ast.Raise):
+        return "NotImplemented" in ast.unparse(statement)
+    constant = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    return constant or isinstance(statement, ast.Pass)
+
+
 class Function:
     """A function of the text: source without surrounding indentation, docstring, and facts read from its tree."""
 
@@ -68,6 +79,7 @@ class Function:
         body = node.body[1:] if self.doc else node.body
         self.body_lines = (body[-1].end_lineno - body[0].lineno + 1) if body else 0
         self.head = self._head(lines, start, node)
+        self.trivial = all(map(_does_nothing, body))
         self.bare = self._bare(lines, start, node, body) if self.doc and body else self.source
 
     def _head(self, lines: list[str], start: int, node: ast.FunctionDef) -> str:
@@ -241,8 +253,8 @@ def conversations(kind: str, source: str, path: str, text: str, seed: int) -> li
         return []
     if re.search(r"(^|/)tests?[/.]|test_", path):
         return []
-    made = [f for f in functions(tree, text.split("\n")) if f.summary and f.body_lines >= 1]
-    chosen = rng.sample(made, min(6, len(made)))
+    made = [f for f in functions(tree, text.split("\n")) if f.summary and not f.trivial]
+    chosen = _mostly_short(rng, made, 8)
     out = [about_function(rng, f) for f in chosen]
     if chosen and rng.random() < 0.06:
         out.append(tool_use(rng, chosen[0], path))
@@ -250,6 +262,33 @@ def conversations(kind: str, source: str, path: str, text: str, seed: int) -> li
     if module:
         out.append(module)
     return [c for c in out if sum(len(str(m.get("content"))) for m in c["messages"]) < MAX_CHARS]
+
+
+def _mostly_short(rng: random.Random, made: list[Function], count: int) -> list[Function]:
+    """At most count of the functions; those with short bodies, which a small model can learn to write, come first."""
+    order = sorted(made, key=lambda f: rng.random() * (1.0 if f.body_lines <= SHORT_BODY_LINES else 3.0))
+    return order[:count]
+
+
+def bare_functions(text: str) -> list[str]:
+    """Documented functions of a module that do something, each as a text of its own: how raw completion is used."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    found = functions(tree, text.split("\n"))
+    return [f.source.strip("\n") + "\n" for f in found if f.doc and not f.trivial and f.body_lines <= SOLO_BODY_LINES]
+
+
+def practice(count: int, seed: int) -> list[Conversation]:
+    """Exercises, tool calls and small talk, all from frames of ours."""
+    rng, out = random.Random(f"{seed}:practice"), small_talk(count // 5, seed)
+    for _ in range(count * 2 // 5):
+        user, answer, thought = exercises.conversation(rng, exercises.sample(rng))
+        out.append(turn(rng, user, answer, thought, 0.4))
+        out.append(toolcalls.conversation(rng))
+    rng.shuffle(out)
+    return out
 
 
 def small_talk(count: int, seed: int) -> list[Conversation]:

@@ -47,7 +47,7 @@ GENERATED = re.compile(
 PYTHON_2 = re.compile(r"^\s*(print [\"'%\w]|exec [\"'\w]|raise \w+, )|except [\w.]+, \w+:|\bur?'[^']*'\.decode\(", re.M)
 MAX_FILE_BYTES, MAX_TEST_BYTES, MAX_DOC_BYTES = 250_000, 60_000, 300_000
 DUPLICATE_SHARE = 0.5  # of a file's longer lines already seen in another file
-MAX_PACKAGE_BYTES = {"code": 1_700_000, "docs": 10_000_000}
+MAX_PACKAGE_BYTES = {"code": 6_000_000, "docs": 10_000_000}
 # Packages whose Python files are read where training runs (`tokenize_text.py`): from here only their documentation.
 INSTALLED = (
     "torch transformers jax flax optax numpyro botorch gpytorch torch-geometric timm peft accelerate lightning onnx "
@@ -261,8 +261,7 @@ def html_text(page: str) -> str:
 
 # Debian documentation packages and the licence of each, from its copyright file.
 DEBIAN = {"python3.11-doc": "PSF-2.0", "nodejs-doc": "MIT", "apache2-doc": "Apache-2.0",
-          "llvm-14-doc": "Apache-2.0 WITH LLVM-exception", "cmake-doc": "BSD-3-Clause",
-          "rust-doc": "MIT OR Apache-2.0", "erlang-doc": "Apache-2.0"}  # fmt: skip
+          "llvm-14-doc": "Apache-2.0 WITH LLVM-exception", "cmake-doc": "BSD-3-Clause"}  # fmt: skip
 # Pages of tables and symbol lists, no prose.
 DEBIAN_SKIPPED = re.compile(r"/html/(core|std|alloc|src|proc_macro|test|implementors)/|genindex|changelog|whatsnew|/api/cpp|_8(h|cpp)|search|/manual/(?!en/)\w\w(-\w+)?/")
 

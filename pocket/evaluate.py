@@ -10,13 +10,17 @@ import json
 import math
 import random
 import re
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
 import numpy as np
 
 import chat
+import exercises
 import tandem
+import toolcalls
 from tokenizer import read_documents
 
 PIECE_CHARS = 3500
@@ -139,14 +143,119 @@ def answers(engine: tandem.Engine, users: list[str], max_tokens: int) -> list[di
     return out
 
 
+RUN_EXERCISE = """import json, sys
+work = json.load(sys.stdin)
+results = []
+for code in work["codes"]:
+    names = {}
+    exec(code, names)
+    results.append([repr(names[work["name"]](*json.loads(json.dumps(case)))) for case in work["samples"]])
+print(json.dumps(results[0] == results[1]))
+"""
+
+
+def code_block(answer: str) -> str:
+    """The first fenced block of an answer, else all of it."""
+    found = re.search(r"```(?:python)?\n(.*?)(?:```|\Z)", answer, re.S)
+    return found[1] if found else answer
+
+
+def behaves_alike(exercise: exercises.Exercise, code: str) -> bool:
+    """Whether code gives what the exercise's own body gives on its samples; run in a process of its own, 5 s at most."""
+    work = {"codes": [exercise.code(), code], "name": exercise.name, "samples": exercise.samples}
+    command = [sys.executable, "-I", "-c", RUN_EXERCISE]
+    try:
+        done = subprocess.run(command, input=json.dumps(work), capture_output=True, text=True, timeout=5)
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0 and done.stdout.strip() == "true"
+
+
+def exercise_answers(engine: tandem.Engine) -> list[dict]:
+    """Held-out exercises, asked for in words: what the model wrote and whether it does what it should."""
+    out = []
+    for number, e in enumerate(exercises.held_out()):
+        frame = exercises.ASK[number % len(exercises.ASK)]
+        user = frame.format(sig=e.signature, name=e.name, does=e.does, doc=e.doc)
+        generation = engine.generate(user, temperature=0.0, max_tokens=200, template_options={"enable_thinking": False})
+        text = generation.text()
+        out.append({"user": user, "answer": text, "right": behaves_alike(e, code_block(text))})
+    return out
+
+
+CALL = re.compile(r"<tool_call>\n<function=([^>\n]+)>\n(.*?)</function>\n</tool_call>", re.S)
+PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n(.*?)\n</parameter>\n?", re.S)
+
+
+def tool_call(text: str) -> tuple[str, dict[str, str]] | None:
+    """Name and arguments (as texts) of the first well-formed call."""
+    found = CALL.search(text)
+    if not found or PARAMETER.sub("", found[2]).strip():
+        return None
+    return found[1], dict(PARAMETER.findall(found[2]))
+
+
+def tool_answers(engine: tandem.Engine, count: int) -> list[dict]:
+    """Requests with tools, half of them with tools never trained on: is the call well formed, the tool and arguments right."""
+    out = []
+    for q in toolcalls.questions(count, SEED):
+        messages, options = [{"role": "user", "content": q["user"]}], {"enable_thinking": False}
+        text = engine.generate(messages, temperature=0.0, max_tokens=200, tools=q["tools"], template_options=options).text()
+        call = tool_call(text)
+        wanted = {key: value if isinstance(value, str) else json.dumps(value) for key, value in q["arguments"].items()}
+        out.append({"user": q["user"], "answer": text, "known": q["known"], "well_formed": call is not None,
+                    "right_tool": call is not None and call[0] == q["name"], "right_arguments": call == (q["name"], wanted)})  # fmt: skip
+    return out
+
+
+def thinking_answers(engine: tandem.Engine, users: list[str], max_tokens: int) -> list[dict]:
+    """Answers with thinking: is the thought closed, and does an answer follow."""
+    out = []
+    for user in users:
+        generation = engine.generate(user, temperature=0.0, max_tokens=max_tokens, template_options={"enable_thinking": True})
+        thought, closed, answer = generation.text().partition("</think>")
+        out.append({"user": user, "thought": thought.strip(), "closed": bool(closed), "answer": answer.strip()})
+    return out
+
+
+def only_docstring(code: str) -> bool:
+    """Whether a function that parses has nothing after its docstring."""
+    function = ast.parse(textwrap.dedent(code)).body[0]
+    return len(function.body) == 1
+
+
+def abilities(engine: tandem.Engine, documents: list[dict], args: argparse.Namespace) -> dict:
+    """Everything that is not bits per byte."""
+    out: dict = {}
+    done = completions(engine, prompts(documents, args.completions), 200)
+    for c in done:
+        c["only_docstring"] = c["parses"] and only_docstring(c["code"])
+    out["parses"], out["only_docstring"] = sum(c["parses"] for c in done), sum(c["only_docstring"] for c in done)
+    print("completions that parse:", out["parses"], "of", len(done), "- only a docstring:", out["only_docstring"], flush=True)
+    users = chat_prompts(documents, args.answers)
+    out["answers"] = answers(engine, users, 300)
+    out["exercises"] = exercise_answers(engine)
+    print("held-out exercises right:", sum(e["right"] for e in out["exercises"]), "of", len(out["exercises"]), flush=True)
+    out["tools"] = tool_answers(engine, args.tool_prompts)
+    for known in (True, False):
+        part = [t for t in out["tools"] if t["known"] == known]
+        counts = {k: sum(t[k] for t in part) for k in ("well_formed", "right_tool", "right_arguments")}
+        print("tools", "of the training set" if known else "never trained on", counts, "of", len(part), flush=True)
+    out["thinking"] = thinking_answers(engine, users, 300)
+    closed = sum(t["closed"] and bool(t["answer"]) for t in out["thinking"])
+    print("thinking closed and answered:", closed, "of", len(users), flush=True)
+    return out | {"completions": done}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", type=Path, nargs="+", help="the first one is also asked to complete and to chat")
     parser.add_argument("--held", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--chars", type=int, default=150_000, help="of each kind of text")
-    parser.add_argument("--completions", type=int, default=100)
+    parser.add_argument("--completions", type=int, default=100, help="0: bits per byte alone")
     parser.add_argument("--answers", type=int, default=30)
+    parser.add_argument("--tool-prompts", type=int, default=60)
     args = parser.parse_args()
     documents = list(read_documents(args.held))
     result: dict = {"text": {}}
@@ -159,11 +268,8 @@ def main() -> None:
                 row[kind] = round(bits_per_byte(engine, texts), 4)
             result[path.name] = row
             print(path.name, row, flush=True)
-            if number == 0:
-                done = completions(engine, prompts(documents, args.completions), 200)
-                result["parses"], result["completions"] = sum(c["parses"] for c in done), done
-                print("completions that parse:", result["parses"], "of", len(done), flush=True)
-                result["answers"] = answers(engine, chat_prompts(documents, args.answers), 300)
+            if number == 0 and args.completions:
+                result |= abilities(engine, documents, args)
     args.out.write_text(json.dumps(result, indent=1))
 
 

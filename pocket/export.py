@@ -16,10 +16,11 @@ from tokenizers import Tokenizer
 
 import tokenizer as vocabulary
 import weights_io
-from model import Config, Tensors, is_matrix
+from model import Config, Tensors, is_matrix, shapes
 from optimizer import BLOCK, fake_q3_k
+from tandem.gguf import read_gguf as open_gguf
 from tandem.gguf import write_gguf
-from tandem.quant import format_by_name, pack_tensor
+from tandem.quant import format_by_name, pack_tensor, unpack_tensor
 
 HERE = Path(__file__).parent
 ARCHITECTURE = "qwen35moe"
@@ -61,6 +62,40 @@ def file_tensors(weights: Tensors, config: Config) -> Iterator[tuple[str, np.nda
             yield name.replace("gate_up", "up"), up.contiguous().numpy()
         else:
             yield name, t.contiguous().numpy()
+
+
+def grouped(t: torch.Tensor, config: Config, size: int, dim: int = 0) -> torch.Tensor:
+    """Value heads back from tiled to grouped by key head: the inverse of `tiled`."""
+    repeat = config.v_heads // config.k_heads
+    t = t.movedim(dim, 0)
+    t = t.reshape(repeat, config.k_heads, size, *t.shape[1:]).transpose(0, 1).reshape(t.shape)
+    return t.movedim(0, dim)
+
+
+def read_gguf(path: Path, config: Config | None = None) -> Tensors:
+    """float32 weights in the shapes of training from a file that `export` wrote: its exact inverse up to rounding."""
+    config = config or Config()
+    with open_gguf(path) as file:
+        tensors = file.tensors.items()
+        found = {n: torch.from_numpy(unpack_tensor(file.blocks(n), t.ggml_type, t.shape)) for n, t in tensors}
+    keys, out = 2 * config.k_heads * config.state, {}
+    for name, shape in shapes(config).items():
+        if "ffn_gate_up" in name:
+            t = torch.cat([found[name.replace("gate_up", part)] for part in ("gate", "up")], -2)
+        elif name.endswith("ssm_a_log"):
+            t = grouped((-found[name.removesuffix("_log")]).log(), config, 1)
+        else:
+            t = found[name]
+        if name.endswith(("attn_qkv.weight", "ssm_conv1d.weight")):
+            t = torch.cat([t[:keys], grouped(t[keys:], config, config.state)])
+        elif name.endswith("attn_gate.weight"):
+            t = grouped(t, config, config.state)
+        elif name.endswith(("ssm_alpha.weight", "ssm_beta.weight", "ssm_dt.bias")):
+            t = grouped(t, config, 1)
+        elif name.endswith("ssm_out.weight"):
+            t = grouped(t, config, config.state, dim=1)
+        out[name] = t.reshape(shape).contiguous()
+    return out
 
 
 def format_for(name: str, shape: tuple[int, ...], mixed: bool) -> str:

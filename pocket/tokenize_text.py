@@ -1,11 +1,13 @@
 """Turns the corpus into token streams for training; runs where training runs, on all cores.
 
 In: `train.jsonl.xz`, `held.jsonl.xz`, `tokenizer.json`, and permissive packages installed on the machine (by name).
-Out: `<stream>.bin` (uint16), `sizes.json` (bytes per token), `installed.json` (versions and licences of the packages).
+Out: `<stream>.bin` (uint16) of code, docs, chat and func (documented functions one by one), `installed.json` (versions
+and licences of the packages) and, last, `sizes.json` (bytes per token): when it is there, the streams are whole.
 """
 
 import argparse
 import importlib.metadata
+import itertools
 import json
 import multiprocessing
 import random
@@ -17,12 +19,16 @@ import numpy as np
 from tokenizers import Tokenizer
 
 import chat
-from corpus import INSTALLED, Seen, Source, permitted_licence
+import exercises
+from corpus import INSTALLED, MAX_PACKAGE_BYTES, Seen, Source, is_test, permitted_licence
 from corpus import read_documents as select_documents
 from fetch import normal_name, read_sources
 from tokenizer import read_documents
 
-SMALL_TALK = 60_000
+PRACTICE = 120_000
+INSTALLED_BYTES = 1_700_000
+JOBS = 240  # parts of the practice, spread among the workers
+STREAMS = ("code", "docs", "chat", "func")
 _worker: dict = {}
 
 
@@ -68,17 +74,22 @@ def _encode(texts: list[str], special: bool) -> np.ndarray:
 
 def _process(documents: list[dict]) -> dict[str, tuple[np.ndarray, int]]:
     """Streams of one batch of documents: ids and bytes of text."""
-    texts: dict[str, list[str]] = {"code": [], "docs": [], "chat": []}
+    texts: dict[str, list[str]] = {name: [] for name in STREAMS}
     for d in documents:
         texts[d["kind"]].append(d["text"])
+        if d["kind"] == "code" and not is_test(d["path"]):
+            texts["func"] += chat.bare_functions(d["text"])
         for conversation in chat.conversations(d["kind"], d["source"], d["path"], d["text"], _worker["seed"]):
             texts["chat"].append(_worker["render"](conversation))
     return {k: (_encode(t, k == "chat"), sum(len(x.encode()) for x in t)) for k, t in texts.items()}
 
 
-def _talk(job: tuple[int, int]) -> tuple[np.ndarray, int]:
-    texts = [_worker["render"](c) for c in chat.small_talk(*job)]
-    return _encode(texts, True), sum(len(t.encode()) for t in texts)
+def _practice(job: tuple[int, int]) -> dict[str, tuple[np.ndarray, int]]:
+    count, seed = job
+    rng = random.Random(f"{seed}:functions")
+    texts = {"chat": [_worker["render"](c) for c in chat.practice(count, seed)]}
+    texts["func"] = [exercises.sample(rng).code() + "\n" for _ in range(count // 5)]
+    return {k: (_encode(t, k == "chat"), sum(len(x.encode()) for x in t)) for k, t in texts.items()}
 
 
 def _batches(documents, size: int = 64):
@@ -92,15 +103,13 @@ def _batches(documents, size: int = 64):
         yield batch
 
 
-def build(documents, pool, prefix: str, out: Path, seed: int, talk: int, sizes: dict) -> None:
-    """Writes <prefix>code, <prefix>docs and <prefix>chat."""
-    parts: dict[str, list] = {"code": [], "docs": [], "chat": []}
-    for result in pool.imap(_process, _batches(documents)):
+def build(documents, pool, prefix: str, out: Path, seed: int, practice: int, sizes: dict) -> None:
+    """Writes <prefix>code, <prefix>docs, <prefix>chat and <prefix>func."""
+    parts: dict[str, list] = {name: [] for name in STREAMS}
+    jobs = [(practice // JOBS, seed + i) for i in range(JOBS)] if practice else []
+    for result in itertools.chain(pool.imap(_process, _batches(documents)), pool.imap(_practice, jobs)):
         for name, item in result.items():
             parts[name].append(item)
-    jobs = [(talk // 60, seed + i) for i in range(60)] if talk else []
-    parts["chat"] += pool.map(_talk, jobs)
-    random.Random(seed).shuffle(parts["chat"])  # windows of 4096 tokens should mix kinds of conversations
     for name, items in parts.items():
         ids = np.concatenate([ids for ids, _ in items] or [np.empty(0, np.uint16)])
         ids.tofile(out / f"{prefix}{name}.bin")
@@ -116,7 +125,8 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--talk", type=int, default=SMALL_TALK)
+    parser.add_argument("--practice", type=int, default=PRACTICE, help="conversations from our own frames")
+    parser.add_argument("--installed-bytes", type=int, default=INSTALLED_BYTES, help="of one installed package")
     parser.add_argument("--limit", type=int, default=0, help="documents to read, 0: all")
     parser.add_argument("--no-installed", action="store_true")
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
@@ -131,6 +141,7 @@ def main() -> None:
                 break
             documents.append(d)
     print(f"{len(documents)} documents read, {time.monotonic() - start:.0f} s", flush=True)
+    MAX_PACKAGE_BYTES["code"] = args.installed_bytes
     if not args.no_installed:
         documents += [asdict(d) for d in installed_documents(held, sources)]
         print(f"{len(documents)} with installed packages, {time.monotonic() - start:.0f} s", flush=True)
@@ -138,9 +149,11 @@ def main() -> None:
     context = multiprocessing.get_context("fork")
     with context.Pool(args.processes, _start, (str(args.tokenizer), args.seed)) as pool:
         build(read_documents(args.held), pool, "held_", args.out, args.seed, 0, sizes)
-        build(documents, pool, "", args.out, args.seed, args.talk, sizes)
-    (args.out / "sizes.json").write_text(json.dumps(sizes))
+        build(documents, pool, "", args.out, args.seed, args.practice, sizes)
     (args.out / "installed.json").write_text(json.dumps([asdict(s) for s in sources], indent=0))
+    part = args.out / "sizes.part"
+    part.write_text(json.dumps(sizes))
+    part.rename(args.out / "sizes.json")
     print(f"{time.monotonic() - start:.0f} s", flush=True)
 
 

@@ -1,8 +1,9 @@
 """Trains the pocket model; resumable, on one GPU or several (torchrun), and on the CPU for the miniature.
 
 In: a folder of token streams (`tokenize_text.py`). Out: `state.pt` there (to go on from), `log.jsonl`, and at the end
-`weights.*` (bf16, in parts). Progress is training time over --total-minutes, or steps over --total-steps; learning
-rate, mixture, sequence length, drafts and rounding of experts are functions of progress, so a run ends decayed.
+`weights.*` (bf16, in parts). Progress is training time over --total-minutes, steps over --total-steps, or the share of
+the time until --deadline; learning rate, mixture, sequence length, drafts and rounding of experts are functions of
+progress, so a run ends decayed. `--recipe more` trains a finished model further (`--init`).
 """
 
 import argparse
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import weights_io
+from export import read_gguf
 from model import TINY, Config, Model, Tensors, init_weights
 from optimizer import Optimizer
 from streams import Stream, split_batch
@@ -36,28 +38,42 @@ class Phase:
     quantize: bool = False
 
 
-RECIPE = (
+@dataclass(frozen=True)
+class Recipe:
+    """Phases, and the learning rate: up until `warmup`, its peak until `decay_from`, then down to `last` of it."""
+
+    phases: tuple[Phase, ...]
+    warmup: float
+    decay_from: float
+    last: float = 0.01
+
+    def phase_at(self, progress: float) -> Phase:
+        """The phase that holds at this progress."""
+        return next(phase for phase in self.phases if progress < phase.until)
+
+    def lr_factor(self, progress: float) -> float:
+        """Warm up, stay, decay linearly to almost nothing."""
+        if progress < self.warmup:
+            return (progress + 1e-4) / (self.warmup + 1e-4)
+        if progress < self.decay_from:
+            return 1.0
+        return max(self.last, 1.0 - (1.0 - self.last) * (progress - self.decay_from) / (1.0 - self.decay_from))
+
+
+FRESH = (
     Phase(0.45, {"code": 0.76, "docs": 0.22, "chat": 0.02}),
     Phase(0.72, {"code": 0.74, "docs": 0.22, "chat": 0.04}, mtp_weights=(0.2,), quantize=True),
     Phase(0.88, {"code": 0.52, "docs": 0.20, "chat": 0.28}, mtp_weights=(0.2, 0.05), quantize=True),
     Phase(9.99, {"code": 0.34, "docs": 0.16, "chat": 0.50}, 2, (0.2, 0.1), True),
 )
+MORE = (
+    Phase(0.45, {"code": 0.46, "docs": 0.14, "func": 0.10, "chat": 0.30}, mtp_weights=(0.2,), quantize=True),
+    Phase(0.80, {"code": 0.42, "docs": 0.13, "func": 0.11, "chat": 0.34}, mtp_weights=(0.2, 0.1), quantize=True),
+    Phase(9.99, {"code": 0.34, "docs": 0.12, "func": 0.12, "chat": 0.42}, mtp_weights=(0.2, 0.1), quantize=True),
+)
+RECIPES = {"fresh": Recipe(FRESH, 0.01, 0.55), "more": Recipe(MORE, 0.02, 0.30)}
 BALANCE_WEIGHT = 0.01
-WARMUP, DECAY_FROM, LAST_LR = 0.01, 0.55, 0.01
-
-
-def phase_at(progress: float) -> Phase:
-    """The phase that holds at this progress."""
-    return next(phase for phase in RECIPE if progress < phase.until)
-
-
-def lr_factor(progress: float) -> float:
-    """Warm up, stay, decay linearly to almost nothing."""
-    if progress < WARMUP:
-        return (progress + 1e-4) / (WARMUP + 1e-4)
-    if progress < DECAY_FROM:
-        return 1.0
-    return max(LAST_LR, 1.0 - (1.0 - LAST_LR) * (progress - DECAY_FROM) / (1.0 - DECAY_FROM))
+HELD_OUT = ("held_code", "held_docs", "held_chat", "held_func")
 
 
 @dataclass
@@ -93,12 +109,17 @@ class Trainer:
         self.optimizer = Optimizer(
             init_weights(self.config, args.seed), self.device, torch.bfloat16 if cuda else torch.float32
         )
-        names = sorted({name for phase in RECIPE for name in phase.mixture})
-        self.streams = {n: Stream(args.data / f"{n}.bin", self.device, args.seed + i) for i, n in enumerate(names)}
+        self.recipe = RECIPES[args.recipe]
         self.counters = Counters()
         self.log = open(args.out / "log.jsonl", "a") if self.rank == 0 else None
-        self.start = time.monotonic()
+        self.start, self.started_at = time.monotonic(), time.time()
         self._resume()
+        if cuda:
+            self._compile()
+        self._wait_for_data()
+        names = sorted({name for phase in self.recipe.phases for name in phase.mixture})
+        self.streams = {n: Stream(args.data / f"{n}.bin", self.device, args.seed + i) for i, n in enumerate(names)}
+        self.start, self.started_at = time.monotonic(), time.time()
 
     def _resume(self) -> None:
         path = self.args.state
@@ -107,16 +128,39 @@ class Trainer:
             self.optimizer.load_state(state["optimizer"])
             self.counters = Counters(**state["counters"])
         elif self.args.init:
-            masters, _ = weights_io.load(self.args.init)
+            is_gguf = self.args.init.is_file()
+            masters = read_gguf(self.args.init, self.config) if is_gguf else weights_io.load(self.args.init)[0]
             for name, t in self.optimizer.masters.items():
                 t.copy_(masters[name])
-        self.optimizer.quantize = phase_at(self.progress()).quantize
+        self.optimizer.quantize = self.recipe.phase_at(self.progress()).quantize
         self.optimizer.set_weights()
+
+    def _compile(self) -> None:
+        """One pass for every shape that will come, on random tokens, while `tokenize_text.py` may still be at work."""
+        for factor, drafts in sorted({(p.length_factor, len(p.mtp_weights)) for p in self.recipe.phases}):
+            length = self.args.window * factor
+            shape = (self.args.batch_tokens // length, length + 1 + drafts)
+            ids = torch.randint(0, self.config.vocab_size, shape, device=self.device)
+            losses = self.model.losses(self.optimizer.weights, ids, drafts)
+            sum(v for v in losses.values() if v.dim() == 0).backward()
+            for w in self.optimizer.weights.values():
+                w.grad = None
+        torch.cuda.synchronize()
+        print(f"compiled, {torch.cuda.max_memory_allocated() / 2**30:.0f} GiB", flush=True)
+
+    def _wait_for_data(self) -> None:
+        """`sizes.json` is written last."""
+        while not (self.args.data / "sizes.json").exists():
+            if not self.args.wait:
+                raise FileNotFoundError(f"{self.args.data / 'sizes.json'}: run tokenize_text.py first")
+            time.sleep(0.5)
 
     def progress(self) -> float:
         """0 at the start, 1 at the end."""
         if self.args.total_steps:
             return self.counters.step / self.args.total_steps
+        if self.args.deadline:
+            return (time.monotonic() - self.start) / max(1.0, self.args.deadline - self.started_at)
         return self.counters.elapsed_s / (60 * self.args.total_minutes)
 
     def batch(self, phase: Phase) -> torch.Tensor:
@@ -160,14 +204,16 @@ class Trainer:
 
     def run(self) -> bool:
         """Trains until progress 1 or the time limit; whether the run is finished."""
+        if self.args.init and not self.counters.step:
+            self.evaluate()
         block_start, saved, evaluated, fresh = time.monotonic(), time.monotonic(), self.progress(), True
         shape_seen: set = set()
         stop, block_steps = False, 0
         while self.progress() < 1 and not stop:
             if self.args.stop_after and self.counters.step >= self.args.stop_after:
                 break
-            phase = phase_at(self.progress())
-            lr = self.args.lr * lr_factor(self.progress())
+            phase = self.recipe.phase_at(self.progress())
+            lr = self.args.lr * self.recipe.lr_factor(self.progress())
             shape = (phase.length_factor, len(phase.mtp_weights), phase.quantize)
             fresh = fresh or shape not in shape_seen
             shape_seen.add(shape)
@@ -218,11 +264,11 @@ class Trainer:
         print(line, flush=True)
         print(line, file=self.log, flush=True)
 
-    def evaluate(self) -> None:
+    def evaluate(self, **note) -> None:
         """Bits per byte on the held-out streams, written to the log."""
         sizes = json.loads((self.args.data / "sizes.json").read_text())
-        length, entry = self.args.window, {"step": self.counters.step, "progress": round(self.progress(), 5)}
-        for name in ("held_code", "held_docs", "held_chat"):
+        length, entry = self.args.window, {"step": self.counters.step, "progress": round(self.progress(), 5), **note}
+        for name in HELD_OUT:
             path = self.args.data / f"{name}.bin"
             if self.rank or not path.exists():
                 continue
@@ -235,6 +281,7 @@ class Trainer:
                 ids = stream.tokens[starts[:, None] + torch.arange(length + 2, device=self.device)].long()
                 losses = self.model.losses(self.optimizer.weights, ids, 1)
                 values.append([losses["next"].item(), losses["mtp1"].item()])
+                del losses  # and with it what a backward pass would need
             if values:
                 nats, mtp = (sum(column) / len(values) for column in zip(*values, strict=True))
                 bits = nats / math.log(2) / sizes[name]["bytes_per_token"]
@@ -250,8 +297,12 @@ class Trainer:
             os.replace(part, self.args.state)
 
     def finish(self) -> Tensors:
-        """Evaluates; returns the masters on the CPU."""
+        """Evaluates, also without rounding; returns the masters on the CPU."""
         self.evaluate()
+        if self.optimizer.quantize:
+            self.optimizer.quantize = False
+            self.optimizer.set_weights()
+            self.evaluate(unrounded=True)
         return {name: t.detach().float().cpu() for name, t in self.optimizer.masters.items()}
 
 
@@ -261,7 +312,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--state", type=Path)
-    parser.add_argument("--init", type=Path, help="folder of weights to start from")
+    parser.add_argument("--init", type=Path, help="weights to start from: a folder of weights.*, or our GGUF file")
+    parser.add_argument("--recipe", choices=tuple(RECIPES), default="fresh")
+    parser.add_argument("--deadline", type=float, default=0.0, help="seconds since 1970 at which progress is 1")
+    parser.add_argument("--wait", action="store_true", help="for the streams, if they are not whole yet")
     parser.add_argument("--minutes", type=float, default=8.0, help="wall time of this call")
     parser.add_argument("--total-minutes", type=float, default=15.0, help="training time of the whole run")
     parser.add_argument("--total-steps", type=int, default=0)
