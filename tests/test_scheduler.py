@@ -1,6 +1,7 @@
 """The scheduler keeps its promises: in a million random events, in sequences by Hypothesis, and in the cases named."""
 
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -24,15 +25,16 @@ def world_limits(sequences: int, queue: int, every: int) -> Limits:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("sequences,queue,every", [(1, 4, 0), (2, 8, 5), (4, 32, 16), (8, 16, 3)])
-def test_a_quarter_million_random_events_break_no_promise(sequences, queue, every):
-    world = World(random.Random(sequences), world_limits(sequences, queue, every))
-    world.run(250_000)
-    world.drain()
-    counts = world.counts
-    assert sum(counts.get(end, 0) for end in ENDS) == counts["accepted"]
-    happened = (*ENDS, "refused", "Evict", "Sleep", "Wake", "Embed", "restarts")
-    assert not [what for what in happened if not counts.get(what)], "the run did not try everything"
+def test_a_million_random_events_break_no_promise():
+    total = Counter()
+    for sequences, queue, every in ((1, 4, 0), (2, 8, 5), (4, 32, 16), (8, 16, 3)):
+        world = World(random.Random(sequences), world_limits(sequences, queue, every))
+        world.run(250_000)
+        world.drain()
+        assert sum(world.counts.get(end, 0) for end in ENDS) == world.counts["accepted"]
+        total.update(world.counts)
+    rarest = min((*ENDS, "refused", "Evict", "Sleep", "Wake", "Embed", "restarts"), key=lambda what: total[what])
+    assert total[rarest] >= 10, f"hardly ever happened: {rarest}"
 
 
 @settings(max_examples=60, deadline=None)
