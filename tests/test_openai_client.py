@@ -76,6 +76,25 @@ def test_check_58_two_agents_that_take_turns_keep_their_caches(client):
         assert cached >= 0.95 * before[name].usage.prompt_tokens
 
 
+def test_check_59_reasoning_that_the_template_drops_later_costs_no_more_than_what_follows_it(client):
+    tools = [tool("get_weather", city={"type": "string", "enum": ["Paris"]})]
+    messages = [
+        {"role": "system", "content": "You are thorough. " * 30},
+        {"role": "user", "content": "Weather in Paris?"},
+    ]
+    options = {"tools": tools, "extra_body": {"enable_thinking": True, "reasoning_budget": 30}}
+    shared = chat(client, messages=messages, max_tokens=1, **options).usage.prompt_tokens
+    answer = chat(client, messages=messages, max_tokens=200, tool_choice="required", **options).choices[0].message
+    turn = {"role": "assistant", "content": answer.content or "", "reasoning_content": answer.reasoning_content}
+    turn["tool_calls"] = [call.model_dump() for call in answer.tool_calls]
+    messages += [turn, {"role": "tool", "tool_call_id": answer.tool_calls[0].id, "content": "sunny"}]
+    loop = chat(client, messages=messages, max_tokens=8, **options)
+    assert loop.usage.prompt_tokens_details.cached_tokens >= 0.95 * shared
+    messages += [{"role": "assistant", "content": "Sunny."}, {"role": "user", "content": "Thanks. And now?"}]
+    again = chat(client, messages=messages, max_tokens=8, **options)
+    assert again.usage.prompt_tokens_details.cached_tokens >= 0.95 * shared
+
+
 def test_check_7_and_10_a_forced_call_is_valid_and_typed(client):
     tools = [
         tool(

@@ -14,6 +14,7 @@ from tandem.errors import EngineError, RequestError
 from tandem.serve.app import AppSettings
 from tandem.serve.errors_api import KINDS, TEXTS, ApiError, as_api_error, lint, overflow, problem, reworded
 from tandem.serve.events import Overloaded
+from tandem.serve.lifecycle import SleepPolicy
 from tandem.serve.scheduler import Limits
 
 # What two agents take for an overflow, restated one by one from their tables.
@@ -234,6 +235,23 @@ def test_checks_41_to_43_reading_neither_wakes_nor_waits_and_a_failed_load_can_b
         assert made.request("/health").status == 200 and made.request("/ready").status == 503
         made.wait(lambda: made.chat("Hi").status == 200, 15)
         assert made.request("/ready").status == 200
+    finally:
+        made.close()
+
+
+def test_check_41_reading_and_counting_leave_a_sleeping_model_asleep_and_a_request_wakes_it():
+    made = ApiServer(limits=Limits(max_sequences=8, sleep=SleepPolicy.at_level(2, 0.2)))
+    try:
+        assert made.chat("Hi").status == 200
+        made.wait(lambda: made.worker.snapshot().state == "sleeping")
+        counted = {"messages": [{"role": "user", "content": "Hi"}]}
+        for path, body in (("/v1/models", None), ("/health", None), ("/props", None), ("/ready", None), ("/openapi.json", None),
+                           ("/v1/messages/count_tokens", counted), ("/tokenize", {"content": "x"}), ("/apply-template", counted)):  # fmt: skip
+            assert made.request(path, body).status == 200
+        assert made.worker.snapshot().state == "sleeping" and made.batch.wakes == 0
+        assert made.request("/v1/models").json["data"][0]["status"]["value"] == "sleeping"
+        assert made.request("/props").json["is_sleeping"] is True
+        assert made.chat("Hi").status == 200 and made.batch.wakes == 1
     finally:
         made.close()
 
