@@ -298,6 +298,29 @@ def test_a_broken_engine_fails_what_runs_keeps_what_waits_and_is_loaded_again():
     asyncio.run(main())
 
 
+def test_an_answer_that_cannot_be_closed_costs_the_engine_and_not_the_server():
+    async def main():
+        made = []
+
+        class Sticky(FakeBatch):
+            def close(self, answer, reason=None):
+                if len(made) == 1:
+                    raise MemoryError("no room to keep the conversation")
+                return super().close(answer, reason)
+
+        def make():
+            made.append(Sticky("done"))
+            return made[-1]
+
+        async with running(make) as worker:
+            assert text_of(await events_of(worker.generate(request_of()))) == "done"
+            events = await asyncio.wait_for(events_of(worker.generate(request_of())), 5)
+            assert text_of(events) == "done" and isinstance(events[-1], Finished)
+            assert len(made) == 2 and worker.snapshot().totals.breaks == 1
+
+    asyncio.run(main())
+
+
 def test_a_failed_load_is_told_and_a_later_request_tries_again():
     async def main():
         errors = [EngineError("file is gone"), OSError("disk")]

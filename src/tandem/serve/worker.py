@@ -50,6 +50,7 @@ class Worker:
         self._next_id = 0
         self._batch: Batch | None = None
         self._load_error: Exception | None = None
+        self._close_error: Exception | None = None
         self._died: Exception | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -195,6 +196,8 @@ class Worker:
                 if isinstance(action, act.Exit):
                     break
                 self._DO[type(action)](self, action)
+                if self._close_error:
+                    self._break(self._close_error)
             if self._batch:
                 self._batch.close_all()
         except Exception as error:  # a mistake of ours: nobody may be left waiting for an answer
@@ -400,7 +403,7 @@ class Worker:
         _log.error("the engine broke", exc_info=error)
         failure = EngineError(f"the engine failed while it wrote this answer ({error!r}); it is loaded anew, retry")
         failure.__cause__ = error
-        self._load_error = error
+        self._load_error, self._close_error = error, None
         self.totals.breaks += 1
         with self._changed:
             ended = self._scheduler.broke(str(error) or repr(error), time.monotonic())
@@ -423,7 +426,13 @@ class Worker:
         """Closes the job's answer, if it has one; on the engine thread."""
         answer, job.answer = job.answer, None
         self._running.pop(job.id, None)
-        return None if answer is None else self._batch.close(answer, reason)
+        if answer is None:
+            return None
+        try:
+            return self._batch.close(answer, reason)
+        except Exception as error:  # this request ends as it was to; the engine is given up after the action
+            self._close_error = error
+            return None
 
     def _finish(self, job: Job, reason: StopReason) -> Finished:
         stats = self._free(job, reason) or job.no_stats(reason)
