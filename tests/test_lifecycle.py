@@ -1,4 +1,4 @@
-"""Sleep and wake: when they are due, what they free, and that a thousand of them leave nothing behind."""
+"""Sleep and wake: when they are due, what they free, and that hundreds of them leave nothing behind."""
 
 import asyncio
 import gc
@@ -178,7 +178,7 @@ async def cycles(make_batch, make_request, level, most, seconds):
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_thousand_cycles_leave_no_memory_no_handle_and_no_thread(level):
+def test_five_hundred_cycles_of_a_level_leave_no_memory_no_handle_and_no_thread(level):
     tenth, last, done = asyncio.run(cycles(FakeBatch, lambda i: request_of(50), level, 500, 60))
     assert done == 500
     assert last[1:] == tenth[1:]
