@@ -76,7 +76,7 @@ def test_check_58_two_agents_that_take_turns_keep_their_caches(client):
         assert cached >= 0.95 * before[name].usage.prompt_tokens
 
 
-def test_check_59_reasoning_that_the_template_drops_later_costs_no_more_than_what_follows_it(client):
+def test_check_59_reasoning_that_the_template_drops_costs_no_more_than_what_follows(client):
     tools = [tool("get_weather", city={"type": "string", "enum": ["Paris"]})]
     messages = [
         {"role": "system", "content": "You are thorough. " * 30},

@@ -173,6 +173,18 @@ def test_check_30_a_client_that_leaves_during_the_prompt_ends_it_and_so_does_one
         server.wait(lambda: server.worker.snapshot().totals.finished.get("cancelled", 0) == cancelled + 1, 3)
 
 
+def test_leaving_before_anything_was_sent_leaves_no_error(server, caplog):
+    server.batch.prefill_token_s = 0.002
+    for patience in range(3):
+        cancelled = server.worker.snapshot().totals.finished.get("cancelled", 0)
+        connection = raw_stream(server, {**BODY, "messages": [{"role": "user", "content": "word " * 1500}]})
+        server.wait(lambda: server.worker.snapshot().running == 1)
+        time.sleep(0.02 * patience)
+        connection.close()
+        server.wait(lambda before=cancelled: server.worker.snapshot().totals.finished.get("cancelled", 0) > before, 3)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 def test_check_31_a_slow_reader_holds_up_its_own_answer_and_nobody_else(server):
     server.script = lambda request: "x" * 16000 if request.sampling.max_tokens is None else "fast"
     connection = raw_stream(server, BODY)

@@ -90,6 +90,7 @@ class EventStream:
                     update = await first
                 finally:
                     first.cancel()
+                    await asyncio.gather(first, return_exceptions=True)  # updates cannot be closed while it reads them
                 if pings is None:
                     await self._begin(update if isinstance(update, Progress) else None)
                     pings = asyncio.create_task(self._ping())
