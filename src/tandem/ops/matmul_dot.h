@@ -168,8 +168,12 @@ struct Step {
     alignas(32) int8_t q[kStep] = {};
     alignas(32) float scale[groups], bias[groups];
 
+    const uint8_t* block = nullptr;
+
     void unpack(const uint8_t* p) {
-        quant::unpack_blocks<F, blocks>(p, q, scale, bias);
+        block = p;
+        if constexpr (quant::HasLanesAvx2<F>::value) F::factors_avx2(p, scale, bias);
+        else quant::unpack_blocks<F, blocks>(p, q, scale, bias);
         offset_to_bias();
     }
     void unpack_some(const uint8_t* p, int n_blocks) {
@@ -192,7 +196,8 @@ struct Step {
                                                    __m256* products, __m256* biases) const {
         constexpr int per_part = ActSpan::values / F::group;
         __m256i lanes[4], magnitude[4];
-        to_lanes(q + ActSpan::values * h, lanes);
+        if constexpr (quant::HasLanesAvx2<F>::value) F::lanes_avx2(block, h, lanes);
+        else to_lanes(q + ActSpan::values * h, lanes);
         for (int u = 0; u < 4; u++) magnitude[u] = F::is_signed ? _mm256_abs_epi8(lanes[u]) : lanes[u];
         const __m256 scales = lane_factors<F::group>(scale + per_part * h);
         [[maybe_unused]] __m256 bias_lanes;

@@ -14,6 +14,8 @@
 //
 // Faster ways to say the same, used where present:
 //   static void unpack_avx2(same arguments)         under TANDEM_AVX2; q is 32-byte aligned
+//   static void lanes_avx2(const uint8_t*, int part, __m256i* q) and factors_avx2(const uint8_t*, float*, float*), for
+//     blocks of 256: half of the values in the lanes of ops/matmul.h, and scale and bias alone
 //   static Span<Units, Groups> load(const uint8_t*)  under TANDEM_AVX512: the next span of max(block, 64) values in
 //     registers, Units = span / 64, Groups = span / group. Must not touch bytes after the span (masked loads do).
 //   static __m256i or __m512i codes(const uint8_t*)  instead of either, for blocks of 32 values that begin with a half
@@ -33,6 +35,9 @@ template <class F, class = void> struct HasCodes : std::false_type {};
 template <class F> struct HasCodes<F, std::void_t<decltype(sizeof(F::codes(nullptr)))>> : std::true_type {};
 template <class F, class = void> struct HasAvx2 : std::false_type {};
 template <class F> struct HasAvx2<F, std::void_t<decltype(&F::unpack_avx2)>> : std::true_type {};
+template <class F, class = void> struct HasLanesAvx2 : std::false_type {};
+template <class F>
+struct HasLanesAvx2<F, std::void_t<decltype(F::lanes_avx2(nullptr, 0, nullptr))>> : std::true_type {};
 template <class F, class = void> struct HasScales : std::false_type {};
 template <class F> struct HasScales<F, std::void_t<decltype(sizeof(F::scales(nullptr)))>> : std::true_type {};
 

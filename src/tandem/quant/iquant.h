@@ -607,8 +607,25 @@ struct IQ4_XS {
     }
 #endif
 #if TANDEM_AVX2
-    static void unpack_avx2(const uint8_t* b, int8_t* q, float* scale, float*) {
+    static void unpack_avx2(const uint8_t* b, int8_t* q, float* scale, float* bias) {
         for (int g = 0; g < 8; g++) store32(q + 32 * g, look_up(grids.iq4nl, split_nibbles(b + 8 + 16 * g)));
+        factors_avx2(b, scale, bias);
+    }
+    // In lane u of 128 bits the dwords u of four groups: low nibbles are their first halves, high ones the others.
+    static void lanes_avx2(const uint8_t* b, int part, __m256i* q) {
+        const __m128i* p = (const __m128i*)(b + 8 + 64 * part);
+        const __m128i w = _mm_loadu_si128(p), x = _mm_loadu_si128(p + 1);
+        const __m128i y = _mm_loadu_si128(p + 2), z = _mm_loadu_si128(p + 3);
+        const __m128i low[2] = {_mm_unpacklo_epi32(w, x), _mm_unpacklo_epi32(y, z)};
+        const __m128i high[2] = {_mm_unpackhi_epi32(w, x), _mm_unpackhi_epi32(y, z)};
+        const __m128i dwords[4] = {_mm_unpacklo_epi64(low[0], low[1]), _mm_unpackhi_epi64(low[0], low[1]),
+                                   _mm_unpacklo_epi64(high[0], high[1]), _mm_unpackhi_epi64(high[0], high[1])};
+        for (int u = 0; u < 4; u++) {
+            const __m256i both = _mm256_set_m128i(_mm_srli_epi16(dwords[u], 4), dwords[u]);
+            q[u] = look_up(grids.iq4nl, keep(both, 15));
+        }
+    }
+    static void factors_avx2(const uint8_t* b, float* scale, float*) {
         const uint64_t codes = _pdep_u64(read_as<uint32_t>(b + 4), 0x0f0f0f0f0f0f0f0f) |
                                _pdep_u64(read_as<uint16_t>(b + 2), 0x3030303030303030);
         const __m256 d = _mm256_set1_ps(read_half(b));

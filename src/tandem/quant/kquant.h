@@ -224,13 +224,23 @@ struct Q4_K {
 #endif
 #if TANDEM_AVX2
     static void unpack_avx2(const uint8_t* b, int8_t* q, float* scale, float* bias) {
-        scales_and_mins_avx2(b, scale, bias);
+        factors_avx2(b, scale, bias);
         for (int j = 0; j < 4; j++) {
             const __m256i packed = load32(b + 16 + 32 * j);
             store32(q + 64 * j, keep(packed, 15));
             store32(q + 64 * j + 32, keep(_mm256_srli_epi16(packed, 4), 15));
         }
     }
+    // Dword u of both halves of two pairs of groups, each twice: low nibbles for the first group of a pair.
+    static void lanes_avx2(const uint8_t* b, int part, __m256i* q) {
+        const __m256i first = load32(b + 16 + 64 * part), second = load32(b + 48 + 64 * part);
+        const __m256i low = _mm256_unpacklo_epi32(first, second), high = _mm256_unpackhi_epi32(first, second);
+        const __m256i twice[4] = {_mm256_shuffle_epi32(low, 0x50), _mm256_shuffle_epi32(low, 0xfa),
+                                  _mm256_shuffle_epi32(high, 0x50), _mm256_shuffle_epi32(high, 0xfa)};
+        const __m256i nibble = _mm256_setr_epi32(0, 4, 0, 4, 0, 4, 0, 4);
+        for (int u = 0; u < 4; u++) q[u] = keep(_mm256_srlv_epi32(twice[u], nibble), 15);
+    }
+    static void factors_avx2(const uint8_t* b, float* scale, float* bias) { scales_and_mins_avx2(b, scale, bias); }
 #endif
 };
 
