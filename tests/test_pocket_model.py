@@ -35,6 +35,25 @@ def test_it_says_what_it_is(pocket):
     assert "Tandem" in answer.text()
 
 
+def test_it_thinks_before_it_answers_if_asked_to(pocket):
+    options = {"enable_thinking": True}
+    text = pocket.generate("What is a decorator?", temperature=0.0, max_tokens=300, template_options=options).text()
+    thought, closed, answer = text.partition("</think>")
+    assert closed and answer.strip()
+
+
+@pytest.mark.parametrize("city", ["Oslo", "Vienna", "Tokyo"])
+def test_it_calls_a_tool_that_is_offered(pocket, city):
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    function = {"name": "get_weather", "description": "Get the weather of a city.", "parameters": schema}
+    options = {"enable_thinking": False}
+    question = [{"role": "user", "content": f"What is the weather in {city}?"}]
+    tools = [{"type": "function", "function": function}]
+    text = pocket.generate(question, temperature=0.0, max_tokens=80, tools=tools, template_options=options).text()
+    call = f"<tool_call>\n<function=get_weather>\n<parameter=city>\n{city}\n</parameter>\n</function>\n</tool_call>"
+    assert text.strip() == call
+
+
 @pytest.mark.parametrize(
     "start",
     [
