@@ -122,7 +122,7 @@ def test_a_run_knows_costs_but_no_acceptance(engine):
     used.acceptance["mtp"].tell(1, 0)
     used.costs.tell(1, 0.1, 0, 0.0)
     fresh = way.history()
-    assert fresh.costs.known(1) == 1 and fresh.acceptance["mtp"].rates[0] == pytest.approx(0.7)
+    assert fresh.costs.round_s(1, 0) == 0.1 and fresh.guard is used.guard and fresh.acceptance["mtp"].rates[0] == pytest.approx(0.7)
 
 
 def test_every_task_has_prompts_of_its_kind(engine):

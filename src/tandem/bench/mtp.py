@@ -2,7 +2,7 @@
 
 In: an engine. Out: for each task and each way to draft the tokens/s beside decoding without drafts, how many drafts
 were right by position, and where the time of a round goes. Ways take turns prompt by prompt, so that a machine that
-slows down slows all of them. Each run starts with nothing known about acceptance; costs of this machine stay known.
+slows down slows all of them. Each run starts with nothing known about acceptance; costs stay known.
 """
 
 import statistics
@@ -17,7 +17,6 @@ from tandem.generation import Answer
 from tandem.machine import machine
 from tandem.requests import GenerationRequest, Prompt
 from tandem.runtime.decode import MAX_DRAFTS, NO_DRAFTS, DraftHistory, DraftSettings, decode_round
-from tandem.runtime.draft_length import RoundCosts
 from tandem.runtime.sampling import Sampling
 from tandem.runtime.session import Session
 from tandem.show import table
@@ -45,17 +44,17 @@ class MtpSettings:
 
 @dataclass
 class Way:
-    """One way to draft: its settings, the session that it runs on, and what it knows about costs."""
+    """One way to draft: its settings, the session that it runs on, and what it has learned."""
 
     name: str
     drafts: DraftSettings
     session: Session
-    costs: RoundCosts = field(default_factory=RoundCosts)
+    learned: DraftHistory = field(default_factory=DraftHistory)
 
     def history(self) -> DraftHistory:
-        """A history that knows the machine and nothing about acceptance."""
+        """A history that knows the machine and what drafts have cost, and nothing about acceptance."""
         fresh = DraftHistory()
-        fresh.costs = self.costs
+        fresh.costs, fresh.guard = self.learned.costs, self.learned.guard
         return fresh
 
 

@@ -57,10 +57,11 @@ class DraftCounts:
 
 
 class DraftHistory:
-    """What an engine has learned about drafting on this machine: costs, and acceptance as a start for new answers."""
+    """What an engine has learned about drafting on this machine: costs, what drafts lost, and acceptance as a start for
+    new answers."""
 
     def __init__(self) -> None:
-        self.costs = RoundCosts()
+        self.costs, self.guard = RoundCosts(), DraftGuard()
         self.acceptance = {source: Acceptance(prior) for source, prior in _PRIORS.items()}
 
 
@@ -88,7 +89,7 @@ class Decoder:
         available = {"mtp": session.mtp is not None, "model": draft_model is not None, "ngram": True}
         self.sources = [s for s in SOURCES if s in drafts.sources and available[s] and drafts.longest]
         self.acceptance = {s: Acceptance(history.acceptance[s].rates) for s in self.sources}
-        self.counts, self.guard = DraftCounts(), DraftGuard()
+        self.counts, self.guard = DraftCounts(), history.guard
         self.finished = self.full = False
         self.last: int | None = None  # chosen, and not in the session yet
         self._logits: np.ndarray | None = None
@@ -212,7 +213,8 @@ def decode_round(runner: Runner, decoders: Sequence[Decoder]) -> None:
     costs.tell(len(logits), end - drafted, chain, drafted - begin)
     for decoder, (tokens, drafted_of_it) in zip(running, outcomes, strict=True):
         if drafted_of_it:
-            decoder.guard.tell(tokens, end - begin, costs.round_s(len(running), 0))
+            spent_s, plain_s = costs.round_s(len(logits), chain), costs.round_s(len(running), 0)
+            decoder.guard.tell(tokens, spent_s, plain_s)
         counts = decoder.counts
         counts.draft_s += drafted - begin
         counts.pass_s += passed - drafted
