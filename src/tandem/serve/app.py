@@ -80,7 +80,6 @@ class App:
         self._timing = StreamTiming(settings.patience_s, settings.ping_s, settings.event_s)
         public = PUBLIC_PATHS | set(settings.public_paths)
         self._guard = Guard(settings.api_keys, settings.host, settings.allowed_hosts, settings.allowed_origins, public)
-        self._posts = {path: endpoint for path, endpoint in POSTS.items()}
 
     async def __call__(self, scope, receive, send) -> None:
         """One request, or the life of the server."""
