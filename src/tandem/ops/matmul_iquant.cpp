@@ -1,6 +1,7 @@
-// Kernels of the types in quant/iquant.h.
+// Kernels of the types in quant/iquant.h and quant/iquant4.h.
 #include "ops/matmul_table.h"
 #include "quant/iquant.h"
+#include "quant/iquant4.h"
 
 namespace tandem {
 
