@@ -61,8 +61,15 @@ def test_check_17_seeded_answers_repeat(client):
 def test_check_58_the_same_prefix_twice_comes_from_the_cache(client):
     history = [{"role": "system", "content": "You answer in short sentences. " * 20}, *QUESTION]
     first = chat(client, messages=history, max_tokens=8)
-    again = chat(client, messages=[*history, {"role": "assistant", "content": first.choices[0].message.content},
-                                   {"role": "user", "content": "And subtract?"}], max_tokens=8)  # fmt: skip
+    again = chat(
+        client,
+        messages=[
+            *history,
+            {"role": "assistant", "content": first.choices[0].message.content},
+            {"role": "user", "content": "And subtract?"},
+        ],
+        max_tokens=8,
+    )
     assert again.usage.prompt_tokens_details.cached_tokens >= 0.95 * first.usage.prompt_tokens
 
 
@@ -128,11 +135,19 @@ def test_a_round_trip_with_a_tool_streams_and_goes_on(client):
 
 
 def test_check_12_an_answer_in_a_schema_validates(client):
-    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}, "n": {"type": "integer", "minimum": 0, "maximum": 99}},
-              "required": ["ok", "n"], "additionalProperties": False}  # fmt: skip
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "n": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "required": ["ok", "n"],
+        "additionalProperties": False,
+    }
     for thinking in (False, True):
-        answer = chat(client, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}},
-                      max_tokens=300, extra_body={"enable_thinking": thinking, "reasoning_budget": 20 if thinking else None})  # fmt: skip
+        answer = chat(
+            client,
+            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}},
+            max_tokens=300,
+            extra_body={"enable_thinking": thinking, "reasoning_budget": 20 if thinking else None},
+        )
         found = json.loads(answer.choices[0].message.content)
         assert set(found) == {"ok", "n"} and isinstance(found["ok"], bool) and 0 <= found["n"] <= 99
 
@@ -191,8 +206,9 @@ def test_responses_stream_and_go_on(client):
 
 
 def test_responses_call_functions(client):
-    answer = client.responses.create(model="pocket", input="Weather?", tools=[FLAT], tool_choice="required", max_output_tokens=200,
-                                     temperature=0)  # fmt: skip
+    answer = client.responses.create(
+        model="pocket", input="Weather?", tools=[FLAT], tool_choice="required", max_output_tokens=200, temperature=0
+    )
     call = answer.output[0]
     assert call.type == "function_call" and isinstance(json.loads(call.arguments), dict)
 

@@ -245,8 +245,16 @@ def test_check_41_reading_and_counting_leave_a_sleeping_model_asleep_and_a_reque
         assert made.chat("Hi").status == 200
         made.wait(lambda: made.worker.snapshot().state == "sleeping")
         counted = {"messages": [{"role": "user", "content": "Hi"}]}
-        for path, body in (("/v1/models", None), ("/health", None), ("/props", None), ("/ready", None), ("/openapi.json", None),
-                           ("/v1/messages/count_tokens", counted), ("/tokenize", {"content": "x"}), ("/apply-template", counted)):  # fmt: skip
+        for path, body in (
+            ("/v1/models", None),
+            ("/health", None),
+            ("/props", None),
+            ("/ready", None),
+            ("/openapi.json", None),
+            ("/v1/messages/count_tokens", counted),
+            ("/tokenize", {"content": "x"}),
+            ("/apply-template", counted),
+        ):
             assert made.request(path, body).status == 200
         assert made.worker.snapshot().state == "sleeping" and made.batch.wakes == 0
         assert made.request("/v1/models").json["data"][0]["status"]["value"] == "sleeping"
@@ -291,9 +299,15 @@ def test_completions_continue_texts_and_tokens(server):
     )
     assert "".join(c["choices"][0]["text"] for c in streamed.chunks if c["choices"]) == "and on"
     assert streamed.chunks[-1]["usage"]["completion_tokens"] == 2 and streamed.events[-1][1] == "[DONE]"
-    for body, field in (({"prompt": "a", "suffix": "b"}, "suffix"), ({"prompt": ""}, "prompt"), ({"prompt": [9999999]}, "prompt"),
-                        ({"prompt": "a", "best_of": 3}, "best_of"), ({"prompt": "a", "echo": True, "logprobs": 1}, "logprobs"),
-                        ({"prompt": "a", "json_schema": {}, "regex": "a"}, "regex"), ({}, "prompt")):  # fmt: skip
+    for body, field in (
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [9999999]}, "prompt"),
+        ({"prompt": "a", "best_of": 3}, "best_of"),
+        ({"prompt": "a", "echo": True, "logprobs": 1}, "logprobs"),
+        ({"prompt": "a", "json_schema": {}, "regex": "a"}, "regex"),
+        ({}, "prompt"),
+    ):
         reply = server.request("/v1/completions", body)
         assert reply.status == 400 and reply.error["param"] == field, body
 

@@ -138,11 +138,18 @@ def test_a_compressed_body_is_refused(server):
 @pytest.mark.parametrize(
     "options",
     [
-        {"messages": []}, {"tools": []}, {"tokenize": True}, {"chat_template": "{{ 1 }}"}, {"add_generation_prompt": False},
-        {"__class__": 1}, {"bos_token": "x"}, {"enable_thinking": {"a": [1] * 1000}}, {"date_string": "x" * 100_000},
+        {"messages": []},
+        {"tools": []},
+        {"tokenize": True},
+        {"chat_template": "{{ 1 }}"},
+        {"add_generation_prompt": False},
+        {"__class__": 1},
+        {"bos_token": "x"},
+        {"enable_thinking": {"a": [1] * 1000}},
+        {"date_string": "x" * 100_000},
         {"custom_instructions": [["x"]]},
     ],
-)  # fmt: skip
+)
 def test_check_64_options_cannot_replace_what_the_template_gets(server, options):
     reply = server.chat("Hi", chat_template_kwargs=options)
     assert reply.status == 400 and reply.error["param"] == "chat_template_kwargs"
@@ -162,10 +169,14 @@ def deep(levels: int) -> dict:
 @pytest.mark.parametrize(
     "schema",
     [
-        deep(80), {"type": "string", "enum": [str(n) for n in range(50_000)]}, {"type": "string", "pattern": "(a+)+$" * 2000},
-        {"$ref": "http://169.254.169.254/x"}, {"$ref": "file:///etc/passwd"}, {"type": "string", "minLength": 10**9},
+        deep(80),
+        {"type": "string", "enum": [str(n) for n in range(50_000)]},
+        {"type": "string", "pattern": "(a+)+$" * 2000},
+        {"$ref": "http://169.254.169.254/x"},
+        {"$ref": "file:///etc/passwd"},
+        {"type": "string", "minLength": 10**9},
     ],
-)  # fmt: skip
+)
 def test_check_65_hostile_schemas_are_refused_in_bounded_time(server, schema):
     import time
 

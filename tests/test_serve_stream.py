@@ -43,7 +43,8 @@ def raw_stream(server, body: dict, path="/v1/chat/completions") -> socket.socket
     data = json.dumps(body).encode()
     connection = socket.create_connection(("127.0.0.1", server.port))
     connection.settimeout(20)
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(data)}\r\n\r\n"
     connection.sendall(head.encode() + data)
     return connection
 
@@ -170,7 +171,7 @@ def test_check_30_a_client_that_leaves_during_the_prompt_ends_it_and_so_does_one
         connection = raw_stream(server, body)
         server.wait(lambda: server.worker.snapshot().running == 1)
         connection.close()
-        server.wait(lambda: server.worker.snapshot().totals.finished.get("cancelled", 0) == cancelled + 1, 3)
+        server.wait(lambda c=cancelled: server.worker.snapshot().totals.finished.get("cancelled", 0) == c + 1, 3)
 
 
 def test_leaving_before_anything_was_sent_leaves_no_error(server, caplog):
