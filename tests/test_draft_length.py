@@ -52,9 +52,9 @@ def decode(machine, answers, tokens, longest=4, rates=None):
         acceptance, left = Acceptance(history.rates), tokens
         while left:
             most, drafts = min(longest, left - 1), 0
-            if most and not guard.resting():
+            if most and not guard.resting() and not costs.due(1):
                 wanted = best_lengths([Offer(acceptance, most, chained=True)], costs, MAX_DRAFTS + 1)[0][0]
-                drafts = min(most, guard.limit(wanted, costs))
+                drafts = min(most, guard.limit(wanted))
             accepted = machine.accepted(drafts)
             pass_s, draft_s = PLAIN_S * (1 + machine.row * drafts), PLAIN_S * machine.draft * drafts
             costs.tell(drafts + 1, machine.timed(pass_s), drafts, machine.timed(draft_s))
@@ -66,6 +66,15 @@ def decode(machine, answers, tokens, longest=4, rates=None):
             spent_s += pass_s + draft_s
             plain_s += PLAIN_S * (accepted + 1)
     return plain_s / spent_s
+
+
+def slower_machine_ratio(seed):
+    """The ratio of `decode` where the first 300 rounds take twice as long, as beside a busy neighbour."""
+    machine = Machine(0.5, 0.3, falling(0.85), seed)
+    timed = machine.timed
+    calls = itertools.count()
+    machine.timed = lambda seconds: timed(seconds) * (2 if next(calls) < 600 else 1)
+    return decode(machine, 1, 1500)
 
 
 def falling(first):
@@ -89,8 +98,8 @@ def test_the_best_number_of_drafts_is_found_within_a_few_percent():
         machine = Machine(row, draft, falling(first), seed=1)
         best = max(machine.speed(n) for n in range(5)) / machine.speed(0)
         shares.append(decode(machine, 3, 1500) / best)
-        assert shares[-1] > 0.93, (row, draft, first, shares[-1])
-    assert statistics.mean(shares) > 0.985
+        assert shares[-1] > 0.92, (row, draft, first, shares[-1])
+    assert statistics.mean(shares) > 0.98
 
 
 def test_texts_that_take_turns_between_easy_and_hard_do_not_cost():
@@ -100,13 +109,18 @@ def test_texts_that_take_turns_between_easy_and_hard_do_not_cost():
             assert ratio > 0.98, (row, seed, ratio)
 
 
+def test_a_machine_that_gets_faster_does_not_keep_drafts_that_lose():
+    """Plain passes were timed while the machine was slow; drafts must not be compared with that for ever."""
+    assert all(slower_machine_ratio(seed) > 0.98 for seed in range(5))
+
+
 def test_hopeless_drafts_are_tried_less_and_less():
     costs, guard, acceptance = RoundCosts(), DraftGuard(), Acceptance()
     tried = []
     for at in range(3000):
         drafts = 0
-        if not guard.resting():
-            drafts = guard.limit(best_lengths([Offer(acceptance, 4, True)], costs, 8)[0][0], costs)
+        if not guard.resting() and not costs.due(1):
+            drafts = guard.limit(best_lengths([Offer(acceptance, 4, True)], costs, 8)[0][0])
         costs.tell(drafts + 1, PLAIN_S * (1 + 0.8 * drafts), drafts, 0.2 * PLAIN_S * drafts)
         if drafts:
             tried.append(at)
@@ -121,15 +135,15 @@ def test_drafts_that_begin_to_pay_are_found_again():
     counts = []
     for at in range(3000):
         drafts = 0
-        if not guard.resting():
-            drafts = guard.limit(best_lengths([Offer(acceptance, 2, True)], costs, 8)[0][0], costs)
+        if not guard.resting() and not costs.due(1):
+            drafts = guard.limit(best_lengths([Offer(acceptance, 2, True)], costs, 8)[0][0])
         costs.tell(drafts + 1, PLAIN_S * (1 + 0.1 * drafts), drafts, 0.05 * PLAIN_S * drafts)
         if drafts:
             right = drafts if at > 1000 else 0
             guard.tell(right + 1, costs.round_s(drafts + 1, drafts), costs.round_s(1, 0))
             acceptance.tell(drafts, right)
         counts.append(drafts)
-    assert sum(counts[500:1000]) < 50 and counts[-500:] == [2] * 500
+    assert sum(counts[500:1000]) < 50 and counts[-500:].count(2) > 485
 
 
 def costs_of(passes, drafts=()):
@@ -166,6 +180,16 @@ def test_what_looked_dear_is_tried_again():
     for _ in range(1000):
         costs.tell(1, 1.0, 0, 0.0)
     assert costs.most_rows == 1 and costs.round_s(3, 0) < 2
+
+
+def test_a_plain_pass_is_due_at_first_and_every_now_and_then():
+    costs = RoundCosts()
+    due = []
+    for _ in range(300):
+        due.append(costs.due(1))
+        costs.tell(1 if due[-1] else 3, 1.0, 0 if due[-1] else 2, 0.1)
+    assert due[:4] == [True, True, True, False] and 4 <= sum(due[3:]) <= 6
+    assert costs.due(2)  # of a batch of another size nothing is known
 
 
 def test_passes_of_more_rows_are_tried_one_row_at_a_time():

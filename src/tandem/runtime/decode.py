@@ -253,6 +253,7 @@ def _lengths(running, found, sources: Sequence[str | None], costs: RoundCosts) -
     """Drafts of each answer from its given source."""
     offers = _offers(found, sources)
     choose = any(decoder.settings.adaptive and offer.limit for decoder, offer in zip(running, offers, strict=True))
+    plain = choose and costs.due(len(running))
     lengths = best_lengths(offers, costs, EXACT_ROWS)[0] if choose else [0] * len(offers)
     room = EXACT_ROWS - len(running)
     for i, decoder in enumerate(running):
@@ -260,8 +261,10 @@ def _lengths(running, found, sources: Sequence[str | None], costs: RoundCosts) -
             continue
         if sources[i] == "forced" or not decoder.settings.adaptive:
             wanted = offers[i].limit
+        elif plain:
+            wanted = 0
         elif offers[i].chained:
-            wanted = min(offers[i].limit, decoder.guard.limit(lengths[i], costs))
+            wanted = min(offers[i].limit, decoder.guard.limit(lengths[i]))
         else:
             wanted = lengths[i]
         lengths[i] = min(wanted, room)

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 MAX_DRAFTS = 7  # with the token before them, the most rows that a step computes exactly
 _MEMORY = 48  # rounds after which an outcome has lost most of its weight
 _GUESSED, _INHERITED = 2, 6  # outcomes that a belief is worth: one from nowhere, one from earlier answers
-_RECENT = 9  # timings kept of each kind
+_RECENT, _FRESH = 9, 150  # timings kept of each size, and rounds after which the next one replaces them
 _STALE = 400  # rounds after which a timing is forgotten, so that what once looked dear is tried again
 _ROW_COST, _DRAFT_COST = 0.15, 0.05  # of a plain pass: another row of it, one draft; until they are measured
 _GAIN_WANTED = 1.02  # promised speed over plain decoding that is worth drafts: estimates flatter the best of several
 _STALL = 1.5  # times the expected seconds: more is not believed of a single timing
-_WARM_UP = 3  # rounds before the first draft: they measure what a round without drafts costs
+_WARM_UP = 3  # plain rounds before the first draft: they measure what drafts are compared with
+_DUE = 64  # rounds after which one is plain to measure it again: the machine may be slower or faster by then
 _SHORTEST_REST, _LONGEST_REST = 16, 512  # rounds without drafts before one draft is tried again
 _WAKE_BEFORE = 32  # rounds before that trial from which on the drafting pass follows the text again
 _TRIALS = 2  # rounds of such a trial
@@ -67,6 +68,10 @@ class RoundCosts:
         if chain:
             self._drafts.tell(chain, draft_s, self.rounds)
 
+    def due(self, rows: int) -> bool:
+        """Whether the next pass should be one of so many rows, without drafts, to know what they are compared with."""
+        return self._passes.due(rows, self.rounds)
+
     @property
     def most_rows(self) -> int:
         """Rows of the largest pass that was timed lately, 0: none."""
@@ -91,23 +96,26 @@ class _Timings:
 
     def __init__(self, slope: float):
         self._slope = slope
-        self._times: dict[int, deque[float]] = {}
-        self._last: dict[int, int] = {}
+        self._times: dict[int, deque[tuple[float, int]]] = {}  # seconds and round
         self._medians: dict[int, float] = {}
 
     def tell(self, size: int, seconds: float, now: int) -> None:
         times = self._times.get(size)
         if times is None:
             times = self._times[size] = deque(maxlen=_RECENT)
-        times.append(seconds)
-        self._last[size] = now
+        while times and times[0][1] < now - _FRESH:
+            times.popleft()
+        times.append((seconds, now))
         self._medians.pop(size, None)
         if now % _STALE == 0:
-            # The smallest stays: it is what all others are compared with, and timed again as soon as it looks better.
-            stale = [known for known, last in self._last.items() if last <= now - _STALE and known > min(self._times)]
-            for old in stale:
-                del self._times[old], self._last[old]
+            for old in [known for known, told in self._times.items() if told[-1][1] <= now - _STALE]:
+                del self._times[old]
                 self._medians.pop(old, None)
+
+    def due(self, size: int, now: int) -> bool:
+        """Whether a size should be timed because others are compared with it."""
+        times = self._times.get(size)
+        return times is None or (len(times) < _WARM_UP and now < _DUE) or times[-1][1] < now - _DUE
 
     @property
     def largest(self) -> int:
@@ -142,8 +150,8 @@ class _Timings:
 
     def _median(self, size: int) -> float:
         if size not in self._medians:
-            times = self._times[size]
-            self._medians[size] = sorted(times)[len(times) // 2]
+            seconds = sorted(seconds for seconds, _ in self._times[size])
+            self._medians[size] = seconds[(len(seconds) - 1) // 2]
         return self._medians[size]
 
 
@@ -209,10 +217,8 @@ class DraftGuard:
         self._rest -= self._rest > 0
         return self._rest > 0
 
-    def limit(self, wanted: int, costs: RoundCosts) -> int:
+    def limit(self, wanted: int) -> int:
         """How many drafts may be made where `wanted` promise the most."""
-        if costs.rounds < _WARM_UP:
-            return 0
         if self._lost > 0:
             self._rest = int(self._lost / _LOSS_ALLOWED) + 1
             return 0
