@@ -20,6 +20,7 @@ from tandem.runtime.session import Session
 from tandem.runtime.step import EXACT_ROWS, Runner
 
 SOURCES = ("mtp", "model", "ngram")
+CHAINED = ("mtp", "model")  # each draft costs a pass
 _PRIORS = {"mtp": 0.7, "model": 0.7, "ngram": 0.7}
 _TRUSTED_COVERAGE = 0.85  # below, drafts use the full head: what the cut one misses costs more than it saves
 
@@ -209,10 +210,10 @@ def decode_round(runner: Runner, decoders: Sequence[Decoder]) -> None:
         outcomes.append((accepted + 1, len(tokens)))
         at = rows_of_it.stop
     end = time.perf_counter()
-    chain = max((len(t) for t, (s, _, _) in zip(drafts, plan, strict=True) if s in ("mtp", "model")), default=0)
+    chain = max((len(t) for t, (s, _, _) in zip(drafts, plan, strict=True) if s in CHAINED), default=0)
     costs.tell(len(logits), end - drafted, chain, drafted - begin)
-    for decoder, (tokens, drafted_of_it) in zip(running, outcomes, strict=True):
-        if drafted_of_it:
+    for decoder, (tokens, drafted_of_it), (source, _, _) in zip(running, outcomes, plan, strict=True):
+        if drafted_of_it and source in CHAINED:  # what the text's own guesses gain is not theirs to lose
             spent_s, plain_s = costs.round_s(len(logits), chain), costs.round_s(len(running), 0)
             decoder.guard.tell(tokens, spent_s, plain_s)
         counts = decoder.counts
