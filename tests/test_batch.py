@@ -93,6 +93,19 @@ def test_after_sleep_and_wake_answers_are_as_before(batch, level):
     assert finish(batch, batch.open(request(batch, PROMPTS[0]))) == [before]
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_conversations_in_a_folder_outlast_sleep(tmp_path, level):
+    made = Batch(load, cache_dir=tmp_path)
+    ids = made.tokenizer.encode(PROMPTS[0])
+    (tokens,) = finish(made, made.open(request(made, ids)))
+    made.sleep(level)
+    made.wake()
+    answer = made.open(request(made, [*ids, *tokens, 5]))
+    finish(made, answer)
+    made.close_all()
+    assert answer.reused >= len(ids) + len(tokens) - 8
+
+
 def test_conversations_survive_the_process_in_a_folder(tmp_path):
     first = Batch(load, cache_dir=tmp_path)
     ids = first.tokenizer.encode(PROMPTS[0])

@@ -115,6 +115,8 @@ class Batch:
             self.engine = self._load()
             self.tokenizer, self.ctx = self.engine.tokenizer, self.engine.ctx
             self._open_pool()
+        elif self.model_state == "asleep":
+            self._restore()
         self.model_state = "loaded"
 
     def memory(self) -> dict[str, int]:
@@ -145,6 +147,10 @@ class Batch:
         self._store = None
         if self._cache_dir is not None:
             self._store = SessionStore(self._cache_dir, model_fingerprint(self.engine.file), cap)
+            self._restore()
+
+    def _restore(self) -> None:
+        if self._store:
             for session in self._store.load_all(self.engine.new_session, CACHE_SESSIONS):
                 self._pool.add(session)
 

@@ -177,6 +177,10 @@ class Decoder:
         if self.session.room < 1 and not self.finished:
             self.finished = self.full = True
 
+    @property
+    def follows(self) -> bool:
+        """Whether the MTP block should see the tokens of this round."""
+        return not (self.settings.adaptive and self.guard.asleep)
 
     def _learn(self, source: str, drafted: int, accepted: int) -> None:
         self.acceptance[source].tell(drafted, accepted)
@@ -204,7 +208,7 @@ def decode_round(runner: Runner, decoders: Sequence[Decoder]) -> None:
     for decoder, part, (source, _, _), tokens in zip(running, parts, plan, drafts, strict=True):
         rows_of_it = slice(at, at + len(part.tokens))
         accepted = decoder.verify(tokens, logits[rows_of_it])
-        follow = None if decoder.guard.asleep else lambda here=rows_of_it: runner.hidden()[here]
+        follow = (lambda here=rows_of_it: runner.hidden()[here]) if decoder.follows else None
         decoder.session.keep(part, accepted + 1, follow)
         decoder.told(source, len(tokens), accepted)
         outcomes.append((accepted + 1, len(tokens)))
