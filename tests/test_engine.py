@@ -272,3 +272,26 @@ def test_a_rewind_runs_only_what_follows_the_checkpoint(monkeypatch):
     session.runner.ran = 0
     _, reused = session.sync(tokens[:700] + [5] * 50, borders=(600,))
     assert reused == 600 and session.runner.ran == 150
+
+
+def test_closing_while_another_thread_generates_is_an_error_there_and_no_crash(tmp_path):
+    path = write_tiny("qwen35moe", tmp_path / "m.gguf", "Q8_0", seed=3)
+    for _ in range(10):
+        engine = tandem.load(path, ctx=300, threads=2)
+        failed = []
+
+        def write(engine=engine, failed=failed):
+            session = engine.session
+            try:
+                while True:
+                    session.clear()
+                    session.sync(list(range(60)))
+                    session.append(5)
+            except Exception as error:
+                failed.append(error)
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        engine.close()
+        writer.join(20)
+        assert not writer.is_alive() and failed

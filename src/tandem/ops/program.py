@@ -1,10 +1,12 @@
 """Records op calls into a program and runs it on a thread pool: buffers are planned once, the number of rows varies by run."""
 
 import ctypes
+import threading
 from dataclasses import dataclass
 
 import numpy as np
 
+from tandem.errors import EngineError
 from tandem.native import Native
 
 ALIGNMENT = 64
@@ -51,12 +53,21 @@ class Pool:
     def __init__(self, native: Native, threads: int):
         self.native, self.threads = native, threads
         self.handle = native.lib.tandem_pool_create(threads)
+        self._busy = threading.Lock()  # closing from another thread waits for the run
+
+    def run(self, calls, count: int, step: StepArgs) -> None:
+        """Runs `count` calls, with the interpreter lock released. Raises EngineError if the pool is closed."""
+        with self._busy:
+            if not self.handle:
+                raise EngineError("the engine was closed while it was in use: load it again")
+            self.native.lib.tandem_pool_run(self.handle, calls, count, ctypes.byref(step))
 
     def close(self) -> None:
         """Joins the threads; safe to call twice."""
-        if self.handle:
-            self.native.lib.tandem_pool_destroy(self.handle)
-            self.handle = None
+        with self._busy:
+            if self.handle:
+                self.native.lib.tandem_pool_destroy(self.handle)
+                self.handle = None
 
     def __del__(self):
         self.close()
@@ -204,5 +215,8 @@ class Program:
         self._run(pool, step, 0, len(self.calls))
 
     def _run(self, pool: Pool, step: StepArgs, begin: int, end: int) -> None:
+        arena = self.arena  # stays alive for the run, should another thread release it
+        if arena is None:
+            raise EngineError("the engine was closed while it was in use: load it again")
         calls = ctypes.byref(self.call_array, begin * ctypes.sizeof(CallArgs))
-        self.native.lib.tandem_pool_run(pool.handle, calls, end - begin, ctypes.byref(step))
+        pool.run(calls, end - begin, step)
