@@ -1,6 +1,7 @@
 """The engine on tiny random models: reuse equals recomputing, steps agree with each other, errors come before work."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -276,7 +277,7 @@ def test_a_rewind_runs_only_what_follows_the_checkpoint(monkeypatch):
 
 def test_closing_while_another_thread_generates_is_an_error_there_and_no_crash(tmp_path):
     path = write_tiny("qwen35moe", tmp_path / "m.gguf", "Q8_0", seed=3)
-    for _ in range(10):
+    for delay_s in np.linspace(0.005, 0.02, 10):
         engine = tandem.load(path, ctx=300, threads=2)
         failed = []
 
@@ -285,13 +286,13 @@ def test_closing_while_another_thread_generates_is_an_error_there_and_no_crash(t
             try:
                 while True:
                     session.clear()
-                    session.sync(list(range(60)))
-                    session.append(5)
+                    session.sync(list(range(290)))
             except Exception as error:
                 failed.append(error)
 
         writer = threading.Thread(target=write)
         writer.start()
+        time.sleep(delay_s)
         engine.close()
         writer.join(20)
         assert not writer.is_alive() and failed
