@@ -8,7 +8,7 @@ import pytest
 from tiny_models import write_tiny
 
 import tandem
-from tandem.errors import FormatError, PlanError, RequestError, SettingError
+from tandem.errors import EngineError, FormatError, PlanError, RequestError, SettingError
 from tandem.machine import Machine
 from tandem.runtime.plan import describe, make_plan
 from tandem.runtime.session import Checkpoint, Session
@@ -295,4 +295,4 @@ def test_closing_while_another_thread_generates_is_an_error_there_and_no_crash(t
         time.sleep(delay_s)
         engine.close()
         writer.join(20)
-        assert not writer.is_alive() and failed
+        assert not writer.is_alive() and isinstance(failed[0], EngineError)

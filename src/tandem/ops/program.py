@@ -214,9 +214,9 @@ class Program:
         assert 0 < step.rows == step.n_out <= self.max_out
         self._run(pool, step, 0, len(self.calls))
 
-    def _run(self, pool: Pool, step: StepArgs, begin: int, end: int) -> None:
+    def _run(self, pool: Pool | None, step: StepArgs, begin: int, end: int) -> None:
         arena = self.arena  # stays alive for the run, should another thread release it
-        if arena is None:
+        if arena is None or pool is None:
             raise EngineError("the engine was closed while it was in use: load it again")
         calls = ctypes.byref(self.call_array, begin * ctypes.sizeof(CallArgs))
         pool.run(calls, end - begin, step)

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import numpy as np
 
+from tandem.errors import EngineError
 from tandem.native import Native
 from tandem.ops.base import Weight
 from tandem.ops.cpu import CpuOps
@@ -78,7 +79,8 @@ class Runner:
         return self.program.rows(self.output, step.rows)
 
     def _step(self, parts: Sequence[Part], hidden: np.ndarray | None) -> StepArgs:
-        assert self.pool is not None
+        if self.pool is None:
+            raise EngineError("the engine is closed: load it again")
         segments = (SegmentArgs * len(parts))()
         rows = 0
         for at, part in enumerate(parts):

@@ -15,7 +15,6 @@ from tandem.serve.events import Overloaded
 
 Shape = Literal["openai", "anthropic"]
 MAX_MESSAGE_CHARS = 2000
-PROMISE_S = 5.0  # when a client may try again if nothing better is known
 
 
 @dataclass(frozen=True)

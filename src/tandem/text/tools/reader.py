@@ -356,11 +356,6 @@ class CallSink:
         value = to_json("".join(self._raw), tool.types_of(self._key), tool.choices_of(self._key))
         self.fragment(self._lead(self._key) + value)
 
-    def add_value(self, key: str, json_text: str) -> None:
-        """One argument whose value is JSON text already."""
-        self.keys.add(key)
-        self.fragment(self._lead(key) + json_text)
-
     def end(self) -> None:
         """The call is complete."""
         self.fragment("}" if self._fragments else "{}")
